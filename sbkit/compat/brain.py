@@ -269,7 +269,7 @@ class Brain(sb.core.Brain):
                 exchange = GradientExchange(self.modules.named_parameters(), mean=own,
                                             agree_each_time=own or self.find_unused_parameters)
                 trainer.set_up(Replicated(trainer.compute, exchange))
-        self._rng.part()  # only now: all ranks have rank 0's weights
+        self._rng.seed_rank()  # only now: all ranks have rank 0's weights
 
     def init_optimizers(self) -> None:
         """Create the optimizers as SpeechBrain does, in torch's fused implementation if there is one."""

@@ -18,7 +18,7 @@ from sbkit.score.run_files import METRICS
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable
 from sbkit.train.distributed import ranks
-from sbkit.train.early_stopping import STOPPER, load_stopper, what_trains_on
+from sbkit.train.early_stopping import STOPPER, keys_to_raise, load_stopper
 from sbkit.train.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def read_progress(checkpointer: Checkpointer, counter: EpochCounter) -> RunProgr
             if isinstance(at, EpochCounterWithStopper) and STOPPER in checkpoint.paramfiles:
                 load_stopper(at, checkpoint.paramfiles[STOPPER], ended)
             return RunProgress(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step,
-                               what_trains_on(at))
+                               keys_to_raise(at))
     return RunProgress(counter.limit)
 
 

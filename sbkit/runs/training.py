@@ -29,7 +29,7 @@ from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
 from sbkit.train.checkpoint.state import OtherModel
 from sbkit.train.distributed import ranks
-from sbkit.train.early_stopping import what_trains_on
+from sbkit.train.early_stopping import keys_to_raise
 from sbkit.train.monitor.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
     changes = guard.changes()
     if resumed and changes:
         logger.warning("This run resumes with changed values: %s", "; ".join(changes))
-    larger = what_trains_on(epochs)
+    larger = keys_to_raise(epochs)
     if larger and ranks.is_main():
         logger.info("Epoch %d was the last, so only the test is left; a larger %s trains on", epochs.current, larger)
     elif resumed and ranks.is_main():

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Compiled:
-    pass
+    """Marks the classes of layers whose forward is compiled."""
 
 
 def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: torch.device | str, *,
@@ -36,11 +36,11 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
         raise SbkitError(f"--compile_module_keys: there is no {', '.join(unknown)} under modules",
                          hint=f"choose among {', '.join(modules)}")
     named = [modules[key] for key in keys or modules]
-    found = {id(layer): layer for module in named for layer in repeated_layers(module)}
-    if keys or not found:
+    layers = {id(layer): layer for module in named for layer in repeated_layers(module)}
+    if keys or not layers:
         whole = [module for module in named if not repeated_layers(module)]
-        found |= {id(part): part for module in whole for part in _parts(module)}
-    if not found:
+        layers |= {id(part): part for module in whole for part in _parts(module)}
+    if not layers:
         logger.warning("--compile: there is nothing to compile under %s", ", ".join(keys or modules))
         return 0
     reason = compile_problem(str(device))
@@ -48,13 +48,13 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
         logger.warning("--compile: this machine can't compile for %s, so the run continues without it: %s", device,
                        reason)
         return 0
-    for module in found.values():
-        if not isinstance(module, Compiled):
-            kind = type(module)
-            module.__class__ = _compiled(kind, mode, fullgraph)  # type: ignore[arg-type]  # mypy asks objects' __hash__
-    logger.info("--compile: %d layers will be compiled during the first epoch%s", len(found),
+    for layer in layers.values():
+        if not isinstance(layer, Compiled):
+            kind = type(layer)
+            layer.__class__ = _compiled(kind, mode, fullgraph)  # type: ignore[arg-type]  # mypy asks objects' __hash__
+    logger.info("--compile: %d layers will be compiled during the first epoch%s", len(layers),
                 "; on a CPU, steps are often slower with it" if torch.device(device).type == "cpu" else "")
-    return len(found)
+    return len(layers)
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
@@ -66,20 +66,20 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
-    # Steps are captured as CUDA graphs as a whole (see ``graphs``), not layer by layer.
-    known = [name for name in torch._inductor.list_mode_options() if name != "reduce-overhead"]
-    if mode is not None and mode not in known:
-        raise SbkitError(f"--compile_mode: torch has no mode {mode!r}", hint=f"choose among {', '.join(known)}")
+    # "reduce-overhead" captures CUDA graphs layer by layer; here steps are captured as a whole (see ``graphs``).
+    modes = [name for name in torch._inductor.list_mode_options() if name != "reduce-overhead"]
+    if mode is not None and mode not in modes:
+        raise SbkitError(f"--compile_mode: torch has no mode {mode!r}", hint=f"choose among {', '.join(modes)}")
     options = torch._inductor.list_mode_options(mode or "default", dynamic=True)
     options["triton.cudagraphs"] = False
     # On a CPU this optimization fixes strides around convolutions, so each length would be compiled again.
     options["layout_optimization"] = False
     # An assertion of this one, which isn't meant for symbolic sizes yet, fails on a GPU where an encoder has chunks.
     options["triton.coalesce_tiling_analysis"] = False
-    run = torch.compile(kind.forward, options=options, fullgraph=fullgraph, dynamic=True)
+    compiled_forward = torch.compile(kind.forward, options=options, fullgraph=fullgraph, dynamic=True)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-        return run(self, *args, **kwargs)
+        return compiled_forward(self, *args, **kwargs)
 
     return type(kind.__name__, (Compiled, kind), {"forward": forward, "__module__": kind.__module__})
 

@@ -1,4 +1,4 @@
-"""SpeechBrain's early stopping, in tasks: its state is saved, and its end is told."""
+"""SpeechBrain's early stopping, in tasks: its state is saved, and a warning says that the run ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STOPPER = "stopper"
 class EarlyStopping:
     """Stops a run by its ``EpochCounterWithStopper``; nothing happens with another counter.
 
-    checkpointer : saves by what it stops, which SpeechBrain doesn't: there, only the epochs are saved
+    checkpointer : saves the counter's best value and epoch, of which SpeechBrain saves only the epochs
     """
 
     def __init__(self, counter: object, checkpointer: Checkpointer | None) -> None:
@@ -39,15 +39,15 @@ class EarlyStopping:
 
 
 def load_stopper(counter: EpochCounterWithStopper, path: str, end_of_epoch: bool = True, device: object = None) -> None:
-    """Load what SpeechBrain saved, and decide anew whether to stop: the limit may have changed."""
+    """Load what SpeechBrain saved, and decide again whether to stop, since the limit may have changed."""
     EpochCounterWithStopper._recover(counter, path, end_of_epoch)
     counter.should_stop &= counter.current - counter.best_limit >= counter.limit_to_stop
 
 
-def what_trains_on(counter: EpochCounter) -> str:
-    """Say what of a counter's, made larger, continues a run that has ended; empty if the run has epochs left.
+def keys_to_raise(counter: EpochCounter) -> str:
+    """Return the options of a counter that must be larger for an ended run to continue, in words; empty if none must.
 
-    >>> what_trains_on(EpochCounter(4))
+    >>> keys_to_raise(EpochCounter(4))
     ''
     """
     larger = ["number_of_epochs"] if counter.current >= counter.limit else []

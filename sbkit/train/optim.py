@@ -22,20 +22,21 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     ``opt_class`` is a class or a partial (``!name:torch.optim.AdamW``), as for SpeechBrain's Brain. If the user set
     ``fused``, ``foreach``, ``capturable`` or ``differentiable``, it is returned unchanged.
     """
-    inner, given = unwrapped(opt_class)
+    inner, options = unwrapped(opt_class)
     if not (isinstance(inner, type) and issubclass(inner, Optimizer)):
         return opt_class
-    known = inspect.signature(inner).parameters
-    if "fused" not in known or any(given.get(k) is not None for k in ("fused", "foreach")) \
-            or given.get("capturable") or given.get("differentiable"):
+    if "fused" not in inspect.signature(inner).parameters:
+        return opt_class
+    chose_foreach = options.get("fused") is not None or options.get("foreach") is not None
+    if chose_foreach or options.get("capturable") or options.get("differentiable"):
         return opt_class
 
     def build(params: Iterable[Any]) -> Optimizer:
         params = list(params)
         try:
             # The tensors among parameters, named parameters or parameter groups.
-            has_kernels = all(each.is_floating_point() and each.device.type in _FUSED_ON
-                              for each in tree_leaves(params) if isinstance(each, torch.Tensor))
+            tensors = [leaf for leaf in tree_leaves(params) if isinstance(leaf, torch.Tensor)]
+            has_kernels = all(tensor.is_floating_point() and tensor.device.type in _FUSED_ON for tensor in tensors)
             optimizer = opt_class(params, fused=True) if has_kernels else None
         except RuntimeError:  # Adagrad's kernel is for the CPU only
             optimizer = None

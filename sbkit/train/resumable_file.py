@@ -56,18 +56,10 @@ class ResumableFile:
                 try:
                     if not self._clean:
                         self._clean = True
-                        whole = os.pread(handle, os.fstat(handle).st_size, 0)
-                        if (end := whole.rfind(b"\n") + 1) < len(whole):  # a crash cut the last line off
-                            os.ftruncate(handle, end)
+                        self._remove_cut_line(handle)
                     if not self._trained and self._written_again(line):
                         self._trained = True
-                        size = os.fstat(handle).st_size
-                        if self._resume_at is not None and self._resume_at < size:
-                            beyond = os.pread(handle, size - self._resume_at, self._resume_at).splitlines(keepends=True)
-                            kept = [each for each in beyond if not self._written_again(each.decode("utf-8", "replace"))]
-                            os.ftruncate(handle, self._resume_at)
-                            if kept:
-                                os.write(handle, b"".join(kept))
+                        self._remove_later_lines(handle)
                     data = line.encode("utf-8") + b"\n"
                     if os.write(handle, data) < len(data):  # the disk is full
                         self._clean = False
@@ -80,6 +72,25 @@ class ResumableFile:
             if not self._warned:
                 logger.warning("%s. Its lines are kept in memory until there is room", disk.explain(error, self.path))
             self._warned = True
+
+    @staticmethod
+    def _remove_cut_line(handle: int) -> None:
+        """Remove a last line that a crash cut off."""
+        content = os.pread(handle, os.fstat(handle).st_size, 0)
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.ftruncate(handle, end)
+
+    def _remove_later_lines(self, handle: int) -> None:
+        """Remove lines beyond the checkpoint's length that the resumed run writes again."""
+        size = os.fstat(handle).st_size
+        if self._resume_at is None or self._resume_at >= size:
+            return
+        later_lines = os.pread(handle, size - self._resume_at, self._resume_at).splitlines(keepends=True)
+        other_lines = [line for line in later_lines if not self._written_again(line.decode("utf-8", "replace"))]
+        os.ftruncate(handle, self._resume_at)
+        if other_lines:
+            os.write(handle, b"".join(other_lines))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the present length in a checkpoint file."""

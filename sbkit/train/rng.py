@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 def capture(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     """Return the state of the generators of Python, numpy, torch and the device as CPU tensors, without a host sync."""
     version, words, gauss = random.getstate()
-    legacy = np.random.get_state(legacy=False)
+    of_numpy = np.random.get_state(legacy=False)
     state = {
         "python": torch.from_numpy(np.array((version, *words), dtype=np.int64)),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
+        "numpy": torch.from_numpy(of_numpy["state"]["key"].astype(np.int64)),
         "numpy_rest": torch.tensor(
-            [legacy["state"]["pos"], legacy["has_gauss"], legacy["gauss"]], dtype=torch.float64
+            [of_numpy["state"]["pos"], of_numpy["has_gauss"], of_numpy["gauss"]], dtype=torch.float64
         ),
         "torch": torch.get_rng_state(),
     }
@@ -83,7 +83,7 @@ def seeded(*parts: int, device: torch.device | str = "cpu") -> Iterator[None]:
         restore(before, device)
 
 
-def part_ranks(rank: int, step: int, device: torch.device | str) -> None:
+def seed_rank(rank: int, step: int, device: torch.device | str) -> None:
     """Give this rank its own random numbers on ``device`` and in numpy, derived from torch's seed.
 
     Ranks start with the same seed, so that they have the same initial weights. Without this call, row 3 of each
@@ -123,22 +123,23 @@ class RngState:
     def __init__(self, seed: int = 0, step: Callable[[], int] | None = None, device: torch.device | str = "cpu",
                  layers: Iterable[torch.nn.Module] = ()):
         self.seed, self.device = seed, device
-        self._ahead: list[Any] = list(dict.fromkeys(  # of several classes
-            each for layer in layers for each in layer.modules() if hasattr(each, "drop_mask_cnt")))
+        self._mask_layers: list[Any] = list(dict.fromkeys(  # LiGRU's, and those of other classes like it
+            module for layer in layers for module in layer.modules() if hasattr(module, "drop_mask_cnt")))
         self.step = step or (lambda: 0)
-        self._again: Callable[[], None] | None = None
+        self._restore_loaded: Callable[[], None] | None = None
 
-    def part(self) -> None:
-        """Give each rank its own random numbers (see ``part_ranks``); do nothing if there is only one rank."""
+    def seed_rank(self) -> None:
+        """Give each rank its own random numbers (see ``seed_rank``); do nothing if there is only one rank."""
         if ranks.world_size() > 1:
-            part_ranks(ranks.rank(), int(self.step()), self.device)
+            seed_rank(ranks.rank(), int(self.step()), self.device)
 
     def restore(self) -> bool:
         """Set the generators once more to a state loaded from the middle of an epoch; return whether there was one."""
-        again, self._again = self._again, None
-        if again is not None:
-            again()
-        return again is not None
+        if self._restore_loaded is None:
+            return False
+        self._restore_loaded()
+        self._restore_loaded = None
+        return True
 
     @staticmethod
     def _restart_augmenters() -> None:
@@ -149,21 +150,21 @@ class RngState:
         """
         # A user's object, a partial or a closure may hold one, so all objects of this process are looked through: less
         # than 0.1 s for 250,000. Not by isinstance, which lazy objects answer by importing what they stand for.
-        for each in gc.get_objects():
-            if issubclass(type(each), (AddNoise, AddReverb)):
+        for instance in gc.get_objects():
+            if issubclass(type(instance), (AddNoise, AddReverb)):
                 for name in ("data_loader", "noise_data", "rir_data"):
-                    vars(each).pop(name, None)
+                    vars(instance).pop(name, None)
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
         self._restart_augmenters()
         state = capture(self.device)
-        for i, each in enumerate(self._ahead):
-            masks = each.drop_masks.cpu()
-            state[f"ahead{i}"] = torch.tensor([each.drop_mask_cnt, each.batch_size, masks.max()], dtype=torch.float64)
+        for i, layer in enumerate(self._mask_layers):
+            masks = layer.drop_masks.cpu()
+            state[f"ahead{i}"] = torch.tensor([layer.drop_mask_cnt, layer.batch_size, masks.max()], dtype=torch.float64)
             state[f"masks{i}"] = torch.from_numpy(np.packbits(masks.numpy() > 0))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            state |= {f"cuda:{device}": each for device, each in enumerate(torch.cuda.get_rng_state_all())}
+            state |= {f"cuda:{index}": of_device for index, of_device in enumerate(torch.cuda.get_rng_state_all())}
         saved = ranks.gather_objects(state)
         if ranks.is_main():
             kind = torch.device(self.device).type
@@ -173,33 +174,42 @@ class RngState:
     def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         self._restart_augmenters()
         saved = load_file(path)
-        rank, world = ranks.rank(), ranks.world_size()
-        if len(saved["ranks"]) == world:
-            mine = saved["ranks"][rank]
-            for i, each in enumerate(self._ahead):
-                numbers, bits = mine.pop(f"ahead{i}", None), mine.pop(f"masks{i}", None)
-                if numbers is None or bits is None or len(bits) != (each.drop_masks.numel() + 7) // 8:
-                    continue  # of another model, or from before they were saved
-                used, size, kept = numbers.tolist()
-                masks = torch.from_numpy(np.unpackbits(bits.numpy(), count=each.drop_masks.numel()))
-                each.drop_mask_cnt, each.batch_size = int(used), int(size)
-                each.drop_masks = (masks.view(each.drop_masks.shape) * kept).to(self.device)
+        world_size = ranks.world_size()
+        if len(saved["ranks"]) == world_size:
+            state = saved["ranks"][ranks.rank()]
+            self._restore_masks(state)
             if saved["device"] != torch.device(self.device).type:
-                mine.pop("device", None)  # another kind of generator
-
-            def apply() -> None:  # the generators of all GPUs by number, then the run's own, which may have another now
-                for device in range(torch.cuda.device_count()):
-                    if f"cuda:{device}" in mine:
-                        torch.cuda.set_rng_state(mine[f"cuda:{device}"], device)
-                restore(mine, self.device)
+                state.pop("device", None)  # another kind of generator
+            restore_loaded = partial(self._restore_generators, state)
         else:
             if ranks.is_main():
                 logger.info("The checkpoint was written by %d processes and now there are %d, so random numbers are "
                             "reseeded from seed %d, the rank and step %d",
-                            len(saved["ranks"]), world, self.seed, saved["step"])
+                            len(saved["ranks"]), world_size, self.seed, saved["step"])
+            restore_loaded = partial(self._reseed, saved["step"])
+        restore_loaded()
+        self._restore_loaded = None if end_of_epoch else restore_loaded
 
-            def apply() -> None:
-                seed_all(self.seed, saved["step"])
-                part_ranks(rank, saved["step"], self.device)
-        apply()
-        self._again = None if end_of_epoch else apply
+    def _restore_masks(self, state: dict[str, torch.Tensor]) -> None:
+        """Take masks that layers have drawn ahead out of a rank's state, and give them back to the layers."""
+        for i, layer in enumerate(self._mask_layers):
+            numbers = state.pop(f"ahead{i}", None)
+            bits = state.pop(f"masks{i}", None)
+            if numbers is None or bits is None or len(bits) != (layer.drop_masks.numel() + 7) // 8:
+                continue  # of another model, or from before they were saved
+            used, batch_size, value = numbers.tolist()  # value: what a mask has where it doesn't drop
+            masks = torch.from_numpy(np.unpackbits(bits.numpy(), count=layer.drop_masks.numel()))
+            layer.drop_mask_cnt = int(used)
+            layer.batch_size = int(batch_size)
+            layer.drop_masks = (masks.view(layer.drop_masks.shape) * value).to(self.device)
+
+    def _restore_generators(self, state: dict[str, torch.Tensor]) -> None:
+        # Those of all GPUs by number, and then that of the run's own device, which may have another number now.
+        for index in range(torch.cuda.device_count()):
+            if f"cuda:{index}" in state:
+                torch.cuda.set_rng_state(state[f"cuda:{index}"], index)
+        restore(state, self.device)
+
+    def _reseed(self, step: int) -> None:
+        seed_all(self.seed, step)
+        seed_rank(ranks.rank(), step, self.device)

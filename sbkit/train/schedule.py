@@ -77,9 +77,9 @@ class Schedule:
             return peak
         if self.shape == "noam":
             return peak * math.sqrt(warmup / step)
-        done = min(1.0, (step - warmup) / max(1.0, self.total_steps - warmup))
-        left = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return peak * (self.final + (1 - self.final) * left)
+        progress = min(1.0, (step - warmup) / max(1.0, self.total_steps - warmup))
+        remaining = 1 - progress if self.shape == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return peak * (self.final + (1 - self.final) * remaining)
 
     def warmup_end(self) -> tuple[float, float]:
         """Return the steps of the warm-up, and the rate at its end."""
@@ -87,7 +87,9 @@ class Schedule:
         if self.max_rise_per_step is None or self.warmup >= 1 or self.peak <= self.max_rise_per_step * warmup:
             return warmup, self.peak
         longest = max(warmup, self.total_steps / 2)
-        return min(self.peak / self.max_rise_per_step, longest), min(self.peak, self.max_rise_per_step * longest)
+        steps = min(self.peak / self.max_rise_per_step, longest)
+        rate = min(self.peak, self.max_rise_per_step * longest)
+        return steps, rate
 
     @property
     def limits_warmup(self) -> bool:
@@ -104,7 +106,8 @@ class Schedule:
         share = (score - LIFTED[0]) / (LIFTED[1] - LIFTED[0])
         if self.max_lr_at_chance is None or share >= 1:
             return math.inf
-        return self.max_lr_at_chance + max(0.0, share) * max(0.0, self.warmup_end()[1] - self.max_lr_at_chance)
+        _, peak = self.warmup_end()
+        return self.max_lr_at_chance + max(0.0, share) * max(0.0, peak - self.max_lr_at_chance)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the rate for optimizer step ``step``, times ``lr_scale`` for groups that have one, and return it."""
@@ -129,7 +132,7 @@ class SpeechBrainScheduler(metaclass=_CalledAsSpeechBrains):
 
 
 def _called_with(kind: type) -> tuple[str, ...]:
-    """The names of the arguments with which an object of a class is called; empty if it can't be."""
+    """Return the names of the arguments with which an object of a class is called; empty if it can't be."""
     call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
     return tuple(inspect.signature(call).parameters)[1:] if inspect.isfunction(call) else ()
 
@@ -141,18 +144,23 @@ def log_limits(schedule: Any, steps: int, tracks_learning: bool) -> None:  # a S
     """
     if isinstance(schedule, SpeechBrainScheduler):
         for name in ("n_warmup_steps", "num_warmup_steps", "warmup_steps", "warmup"):
-            if (warmup := vars(schedule).get(name, 0)) > steps:
+            warmup = vars(schedule).get(name, 0)
+            if warmup > steps:
                 logger.warning("The warm-up takes %d steps and the run has %d: set a lower schedule.%s", warmup, steps,
                                name)
         return
     warmup, rate = schedule.warmup_end()
     if schedule.limits_warmup:
+        lowered = limited_at_chance = ""
+        if rate != schedule.peak:
+            lowered = (f", so it doesn't reach the {schedule.peak:g} of the recipe; schedule.max_rise_per_step null "
+                       "removes the limit")
+        if schedule.limit_at(0) < rate:
+            limited_at_chance = (f"; while the loss is at chance, to {schedule.max_lr_at_chance:g} "
+                                 "(schedule.max_lr_at_chance)")
         logger.log(logging.WARNING if rate < schedule.peak / 2 else logging.INFO,
                    "The learning rate rises by at most %g a step (schedule.max_rise_per_step): to %.3g in %d steps%s%s",
-                   schedule.max_rise_per_step, rate, warmup, "" if rate == schedule.peak else
-                   f", so it doesn't reach the {schedule.peak:g} of the recipe; schedule.max_rise_per_step null "
-                   "removes the limit", "" if schedule.limit_at(0) >= rate else
-                   f"; while the loss is at chance, to {schedule.max_lr_at_chance:g} (schedule.max_lr_at_chance)")
+                   schedule.max_rise_per_step, rate, warmup, lowered, limited_at_chance)
     if schedule.max_lr_at_chance is not None and not tracks_learning:
         logger.warning("schedule.max_lr_at_chance has no effect here: it needs a recogniser whose loss has a part per "
                        "token (loss_of_tokens); leave it out")
@@ -169,27 +177,29 @@ class Annealing:
     """
 
     def __init__(self, scheduler: Any):  # a SpeechBrainScheduler
-        self.scheduler, self.called_with = scheduler, _called_with(type(scheduler))
+        self.scheduler = scheduler
+        self.called_with = _called_with(type(scheduler))
         self.per_step = hasattr(scheduler, "on_batch_end") or self.called_with in _PER_STEP
 
     def after_step(self, optimizer: torch.optim.Optimizer, updates: int) -> None:
         """Set the rate of the next step; ``updates``: the steps so far."""
         if self.per_step:
-            call = getattr(self.scheduler, "on_batch_end", self.scheduler)
-            stand_in = _with_one_rate(optimizer)
-            call(stand_in, *([updates] if "num_updates" in self.called_with else []))
-            _set_rate(optimizer, stand_in.param_groups[0]["lr"])
+            set_rate = getattr(self.scheduler, "on_batch_end", self.scheduler)
+            one_group = _with_one_rate(optimizer)
+            set_rate(one_group, *([updates] if "num_updates" in self.called_with else []))
+            _set_rate(optimizer, one_group.param_groups[0]["lr"])
 
     def after_validation(self, optimizer: torch.optim.Optimizer, epoch: int, loss: float) -> None:
         """Set the rate of the next epoch."""
         if not self.per_step:
             values = {"metric_value": loss, "current_loss": loss, "current_epoch": epoch,
                       "optim_list": [_with_one_rate(optimizer)]}
-            _set_rate(optimizer, self.scheduler(*(values[name] for name in self.called_with))[1])
+            _, next_rate = self.scheduler(*(values[name] for name in self.called_with))
+            _set_rate(optimizer, next_rate)
 
 
 def _with_one_rate(optimizer: torch.optim.Optimizer) -> SimpleNamespace:
-    """A stand-in for an optimizer, with one group at the rate before ``lr_scale``."""
+    """Return what schedulers need of an optimizer: one group, at the rate without its ``lr_scale``."""
     first = optimizer.param_groups[0]
     return SimpleNamespace(param_groups=[{"lr": float(first["lr"]) / first.get("lr_scale", 1.0)}])
 

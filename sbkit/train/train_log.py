@@ -49,12 +49,18 @@ class TrainLog(ResumableLog, FileTrainLogger):
 
         What is shown has no exponents where numbers have a usual size: a WER is 100.00 there, 1.00e+02 in the file.
         """
-        given = {stage: stats for stage, stats in ((None, stats_meta), ("train", train_stats), ("valid", valid_stats),
-                                                   ("test", test_stats)) if stats is not None}
-        self._file.append(" - ".join(self._stats_to_string(stats, stage) for stage, stats in given.items()))
+        stats_of = {None: stats_meta, "train": train_stats, "valid": valid_stats, "test": test_stats}
+        stats_of = {stage: stats for stage, stats in stats_of.items() if stats is not None}
+        self._file.append(" - ".join(self._stats_to_string(stats, stage) for stage, stats in stats_of.items()))
         if verbose:
-            digits = self.precision
-            shown = {stage: {key: value if not isinstance(value, float) else f"{value:.{digits}f}"
-                             if 1 <= abs(value) < 1e5 else f"{value:.{digits + 1}g}" for key, value in stats.items()}
-                     for stage, stats in given.items()}
+            shown = {stage: {key: self._shown(value) for key, value in stats.items()}
+                     for stage, stats in stats_of.items()}
             logger.info(" - ".join(self._stats_to_string(stats, stage) for stage, stats in shown.items()))
+
+    def _shown(self, value: Any) -> Any:
+        """Format a float without an exponent where its size is usual."""
+        if not isinstance(value, float):
+            return value
+        if 1 <= abs(value) < 1e5:
+            return f"{value:.{self.precision}f}"
+        return f"{value:.{self.precision + 1}g}"

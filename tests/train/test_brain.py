@@ -531,7 +531,7 @@ def test_a_fit_batch_that_calls_ours_averages_what_it_returns():
     (BAD, math.nan), ([Loss(torch.tensor(math.nan), torch.tensor(3))], math.nan), ([], math.nan),
     ([Loss(torch.tensor(0.0), 0.0)], math.nan), ([Loss(torch.tensor(0.0), 0.0), math.nan], math.nan)])
 def test_the_mean_of_an_evaluation_is_by_count_of_what_is_finite(losses, mean):
-    """Of nothing, or of stand-ins alone, it is unknown."""
+    """Of nothing, or of dummy batches alone, it is unknown."""
     subject = brain()
     subject.evaluate_batch = lambda batch, stage: batch  # each batch is its loss
     with torch.no_grad():

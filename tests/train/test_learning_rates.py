@@ -17,7 +17,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Deep(ToyBrain):
-    """Three equal layers between a first and a last one; a stand-in tells of their order."""
+    """Three equal layers between a first and a last one; a dummy batch shows their order."""
 
     def compute_forward(self, batch, stage):
         first, stack, last = self.hparams.model
@@ -110,7 +110,7 @@ class Flat(Deep):
 
 
 @pytest.mark.parametrize("cls, said", [
-    (ToyBrain, "needs the order of the layers, and ToyBrain has no stand-in batch"),
+    (ToyBrain, "needs the order of the layers, and ToyBrain has no dummy batch"),
     (Flat, "layer_decay: no layers repeat")])
 def test_layer_decay_is_refused_if_the_order_is_unknown_or_no_layers_repeat(cls, said):
     with pytest.raises(SbkitError, match=said):

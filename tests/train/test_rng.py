@@ -10,7 +10,7 @@ from toys import load
 
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
-from sbkit.train.rng import RngState, capture, part_ranks, restore, seed_all, seeded
+from sbkit.train.rng import RngState, capture, restore, seed_all, seed_rank, seeded
 
 
 def draw():
@@ -59,7 +59,7 @@ def test_on_another_number_of_ranks_they_are_seeded_by_seed_rank_and_step(tmp_pa
             load(checkpointer.recoverables["rng"], checkpointer.find_checkpoint().paramfiles["rng"], True)
         drawn.append(draw())
         seed_all(3, 77)
-        part_ranks(rank, 77, "cpu")
+        seed_rank(rank, 77, "cpu")
         assert draw() == drawn[-1]
         monkeypatch.undo()
     assert drawn[0][2:] != drawn[1][2:] and drawn[0][:2] == drawn[1][:2]
@@ -72,7 +72,7 @@ def drawn_by(rank, monkeypatch, device="cpu", world=2, step=0):
     monkeypatch.setattr(ranks, "world_size", lambda: world)
     monkeypatch.setattr(ranks, "rank", lambda: rank)
     seed_all(5)
-    RngState(step=lambda: step, device=device).part()
+    RngState(step=lambda: step, device=device).seed_rank()
     return draw()
 
 

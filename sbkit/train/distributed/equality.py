@@ -26,7 +26,7 @@ _HASHED_AT_ONCE = 1 << 20
 
 @contextlib.contextmanager
 def zeroed(modules: nn.Module) -> Iterator[None]:
-    """Set all gradients of backwards inside this context to 0, NaN included: those of a stand-in batch."""
+    """Set all gradients of backwards inside this context to 0, NaN included: those of a dummy batch."""
     handles = [p.register_hook(torch.zeros_like) for p in modules.parameters() if p.requires_grad]
     try:
         yield
