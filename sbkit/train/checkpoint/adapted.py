@@ -46,15 +46,16 @@ class Adapted(nn.Module):
     def __init__(self, model: nn.Module, base: Adapters | nn.Module, folder: str | Path):
         super().__init__()
         base = base.module if isinstance(base, Adapters) else base
-        self.model, self.folder = model, Path(folder)
-        inside = {id(parameter) for parameter in model.parameters()}
-        if not all(id(parameter) in inside for parameter in base.parameters()):
+        self.model = model
+        self.folder = Path(folder)
+        in_model = {id(parameter) for parameter in model.parameters()}
+        if not all(id(parameter) in in_model for parameter in base.parameters()):
             raise SbkitError("Adapted: the base is not part of the model", hint="put it into the model's ModuleList")
         self._base = {name: p for name, p in base.named_parameters() if not p.requires_grad}
         if not self._base:
             raise SbkitError("Adapted: nothing in the base is frozen, so a checkpoint would hold all of it",
                              hint="give it adapters (sbkit.nn.adapters.LoRA), or save the model itself")
-        self._hashed: tuple[tuple[int, ...], str] = (), ""
+        self._hashed: tuple[tuple[int, ...], str] = (), ""  # versions of the base's tensors, and their hash
 
     # ------------------------------------------------------------ the base
 
@@ -80,30 +81,30 @@ class Adapted(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # takes nothing
         """Return the tensors of the model without the base's frozen parameters, and the hash of these."""
-        base = {id(parameter) for parameter in self._base.values()}
-        kept = super().state_dict(keep_vars=True)
-        return {name: value.detach() for name, value in kept.items() if id(value) not in base} | {
-            BASE: self.base_hash()}
+        in_base = {id(parameter) for parameter in self._base.values()}
+        whole = super().state_dict(keep_vars=True)
+        trained = {name: value.detach() for name, value in whole.items() if id(value) not in in_base}
+        return trained | {BASE: self.base_hash()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # torch's own
         """Load a state; if it has another base, read that from the folder."""
-        unlike = differences(self.state_dict(), state_dict)
-        if unlike:
-            raise RuntimeError(unlike)
+        difference = differences(self.state_dict(), state_dict)
+        if difference:
+            raise RuntimeError(difference)
         if state_dict[BASE] != self.base_hash():
             path = base_file(self.folder, state_dict[BASE])
             if not path.is_file():
                 raise SbkitError(f"the checkpoint was trained on another base model, and {path} doesn't exist",
                                  hint="copy it from the run's save folder, or start from the same encoder as the run")
-            found = read_base(path, state_dict[BASE])
-            unlike = differences(self._base, found)
-            if unlike:
-                raise SbkitError(f"{path} is the base of another model: {unlike}", hint="did the recipe change?")
+            base = read_base(path, state_dict[BASE])
+            difference = differences(self._base, base)
+            if difference:
+                raise SbkitError(f"{path} is the base of another model: {difference}", hint="did the recipe change?")
             with torch.no_grad():
                 for name, parameter in self._base.items():
-                    parameter.copy_(found[name])
-        own = {name: value for name, value in state_dict.items() if name != BASE}
-        return super().load_state_dict(own, strict=False)
+                    parameter.copy_(base[name])
+        trained = {name: value for name, value in state_dict.items() if name != BASE}
+        return super().load_state_dict(trained, strict=False)
 
 
 def base_file(folder: Path, expected_hash: str) -> Path:
@@ -117,12 +118,12 @@ def base_file(folder: Path, expected_hash: str) -> Path:
 def read_base(path: Path, expected_hash: str) -> dict[str, Tensor]:
     """Read the parameters of a base from its file, and check them against their hash."""
     try:
-        found = load_file(path)
+        base = load_file(path)
     except Exception as error:  # safetensors has its own error for each kind of damage
         raise SbkitError(f"{path} is damaged: {error}", hint=_COPY_HINT) from error
-    if hash_of(found) != expected_hash:
+    if hash_of(base) != expected_hash:
         raise SbkitError(f"{path} is damaged: its values don't match the hash in its name", hint=_COPY_HINT)
-    return found
+    return base
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:

@@ -215,10 +215,14 @@ class Checkpointer(stock.Checkpointer):
         pending, self._held = self._held, None
         if pending is None:
             return None
+        meta_of_held = pending.meta
         pending.final = self._new_checkpoint_dirpath()
-        held, pending.meta = pending.meta, {**self._standard_meta(end_of_epoch=False), **pending.meta}
-        self.writer.start(lambda: self._finish(pending, lambda: self._delete(
-            1, (), (), [ckpt_recency], lambda ckpt: held.keys() <= ckpt.meta.keys(), logging.DEBUG)))
+        pending.meta = {**self._standard_meta(end_of_epoch=False), **meta_of_held}
+
+        def delete_earlier() -> None:
+            self._delete(1, (), (), [ckpt_recency], lambda ckpt: meta_of_held.keys() <= ckpt.meta.keys(), logging.DEBUG)
+
+        self.writer.start(lambda: self._finish(pending, delete_earlier))
         self.writer.wait()
         return self._saved
 
@@ -268,12 +272,12 @@ class Checkpointer(stock.Checkpointer):
                     with MainProcessContext():  # without the wrapper's broadcast, in which others would hang
                         hook.__wrapped__(obj, path)
             except Exception as error:
-                found = disk.disk_error(error)
-                if found is None:
+                cause = disk.disk_error(error)
+                if cause is None:
                     if pending is not None:
                         pending.discard()
                     raise
-                disk_error = disk_error or OSError(found.errno, found.strerror)
+                disk_error = disk_error or OSError(cause.errno, cause.strerror)
         return next(filter(None, ranks.gather_objects(disk_error)), None)
 
     def _finish(self, pending: PendingCheckpoint, tidy: Callable[[], None] | None) -> bool:
@@ -282,7 +286,8 @@ class Checkpointer(stock.Checkpointer):
         except Exception as error:
             self._handle_failure(pending, error)
             return False
-        self._failures, self._saved = 0, pending.result
+        self._failures = 0
+        self._saved = pending.result
         kind = "end-of-epoch" if pending.end_of_epoch else "intra-epoch"
         logger.log(pending.verbosity, "Saved an %s checkpoint in %s", kind, pending.final)
         if tidy is not None:
@@ -300,9 +305,9 @@ class Checkpointer(stock.Checkpointer):
         disk_error = disk.disk_error(error)
         if disk_error is None:
             raise error
-        good = next(iter(self._rank()), None)
-        kept = f"the last good one, {good.path}, is kept" if good else "there is no earlier one"
-        failure = CheckpointError(f"the checkpoint {disk.explain(disk_error, pending.final, needed)}; {kept}",
+        newest = next(iter(self._rank()), None)
+        earlier = f"the last good one, {newest.path}, is kept" if newest else "there is no earlier one"
+        failure = CheckpointError(f"the checkpoint {disk.explain(disk_error, pending.final, needed)}; {earlier}",
                                   hint="free space or raise the quota there, then run the same command to resume")
         self._failures += 1
         if pending.end_of_epoch or self._failures >= PATIENCE:
@@ -343,8 +348,8 @@ class Checkpointer(stock.Checkpointer):
             *(self._rank(max_key=key, ckpt_predicate=ckpt_predicate) for key in max_keys),
             *(self._rank(key, ckpt_predicate=ckpt_predicate) for key in importance_keys),
         ]
-        kept = {ckpt.path for ckpts in ranked for ckpt in ckpts[:num_to_keep]}
-        obsolete = {ckpt.path: ckpt for ckpts in ranked for ckpt in ckpts if ckpt.path not in kept}
+        to_keep = {ckpt.path for ckpts in ranked for ckpt in ckpts[:num_to_keep]}
+        obsolete = {ckpt.path: ckpt for ckpts in ranked for ckpt in ckpts if ckpt.path not in to_keep}
         for ckpt in obsolete.values():
             if keep_key is None or not ckpt.meta.get(keep_key):
                 files.delete(Path(ckpt.path))
@@ -366,12 +371,12 @@ class Checkpointer(stock.Checkpointer):
         A metric that no checkpoint has is an error that lists the existing ones.
         """
         self.writer.wait()
-        found = self._rank(importance_key, max_key, min_key, ckpt_predicate)
+        ranked = self._rank(importance_key, max_key, min_key, ckpt_predicate)
         metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._readable())]
         key_error = self._unknown_key([max_key, min_key], metas)
         if key_error is not None:
             raise key_error
-        return found[:max_num_checkpoints]
+        return ranked[:max_num_checkpoints]
 
     def _rank(self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
               ckpt_predicate: Predicate | None = None) -> list[Checkpoint]:
@@ -398,10 +403,10 @@ class Checkpointer(stock.Checkpointer):
         return sorted((ckpt for ckpt in newest_first if key in ckpt.meta), key=value, reverse=True)
 
     def _readable(self) -> list[Checkpoint]:
-        found, unreadable = files.readable_checkpoints(self._list_checkpoint_dirs())
+        readable, unreadable = files.readable_checkpoints(self._list_checkpoint_dirs())
         for path, reason in unreadable.items():
             self._warn_once(f"Skipping the checkpoint {path}: {reason}")
-        return found
+        return readable
 
     def _unknown_key(self, keys: Iterable[str | None], metas: Sequence[Mapping[str, Any]]) -> CheckpointError | None:
         """Return the error for the first of ``keys`` that none of the meta files has; None if there is no such key."""
@@ -433,7 +438,8 @@ class Checkpointer(stock.Checkpointer):
         def choose() -> Checkpoint | None:
             self.writer.wait()
             metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._readable())]
-            if (unknown := self._unknown_key([max_key, min_key], metas)) is not None:
+            unknown = self._unknown_key([max_key, min_key], metas)
+            if unknown is not None:
                 logger.warning("%s. So no checkpoint is loaded, as in SpeechBrain, and the weights stay those at hand: "
                                "after training the last ones, otherwise the initial ones", unknown)
                 return None
@@ -443,13 +449,15 @@ class Checkpointer(stock.Checkpointer):
                 reason = files.damage(ckpt.path)
                 # Without sums it is SpeechBrain's, which may have been killed while saving.
                 if reason is None and not (ckpt.path / files.SUMS_NAME).exists():
-                    needed = filter(self._is_required, self.recoverables)
-                    missing = [name for name in needed if name not in ckpt.paramfiles]
-                    reason = f"it holds no {', '.join(missing)}" if missing else None
+                    required = filter(self._is_required, self.recoverables)
+                    missing = [name for name in required if name not in ckpt.paramfiles]
+                    if missing:
+                        reason = f"it holds no {', '.join(missing)}"
                 if reason is None:
                     return ckpt
                 skip(ckpt, reason)
-            skipped.update(files.readable_checkpoints(self._list_checkpoint_dirs())[1])
+            _, unreadable = files.readable_checkpoints(self._list_checkpoint_dirs())
+            skipped.update(unreadable)
             if not skipped:
                 return None
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped.items())

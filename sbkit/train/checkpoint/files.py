@@ -127,7 +127,9 @@ def sweep(folder: Path) -> list[str]:
         name = path.name
         if not name.startswith((WRITING + CKPT_PREFIX, REPLACED + CKPT_PREFIX, DELETED + CKPT_PREFIX)):
             continue
-        final, writing = (path.with_name(start + name[len(WRITING):]) for start in ("", WRITING))
+        checkpoint_name = name[len(WRITING):]  # the prefixes have the same length
+        final = path.with_name(checkpoint_name)
+        writing = path.with_name(WRITING + checkpoint_name)
         try:
             if name.startswith(REPLACED):
                 if writing.exists():
@@ -174,7 +176,8 @@ def locked_for_training(folder: Path) -> Iterator[None]:
 
 def readable_checkpoints(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
     """Return the checkpoints in these folders, and for unreadable ones the reason."""
-    found, unreadable = [], {}
+    readable: list[Checkpoint] = []
+    unreadable: dict[Path, str] = {}
     for path in folders:
         try:
             meta = yaml.safe_load((path / METAFNAME).read_text(encoding="utf-8"))
@@ -188,8 +191,8 @@ def readable_checkpoints(folders: Iterable[Path]) -> tuple[list[Checkpoint], dic
         else:
             with contextlib.suppress(FileNotFoundError):  # another process deleted it after it was listed
                 states = {file.stem: file for file in path.iterdir() if file.suffix == PARAMFILE_EXT}
-                found.append(Checkpoint(path, meta, states))
-    return found, unreadable
+                readable.append(Checkpoint(path, meta, states))
+    return readable, unreadable
 
 
 def damage(path: Path) -> str | None:
@@ -200,34 +203,42 @@ def damage(path: Path) -> str | None:
     """
     try:
         sums_file = path / SUMS_NAME
-        for file in [] if sums_file.is_file() else filter(Path.is_file, sorted(path.glob(f"*{PARAMFILE_EXT}"))):
-            with open(file, "rb") as handle:
-                head = handle.read(4)
-            if not head:
-                return f"{file.name} is empty"
-            if head != b"PK\x03\x04":
-                continue  # text or another format, which only its loader can check
-            try:
-                with zipfile.ZipFile(file) as archive:
-                    broken = archive.testzip()
-            except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error) as error:
-                return f"{file.name} is cut off or damaged ({error})"
-            if broken:
-                return f"{file.name} is damaged (at {shown(broken)})"
-        if not sums_file.is_file():
-            return None
-        for name, expected in json.loads(sums_file.read_text(encoding="utf-8"))["files"].items():
-            file = path / name
-            if not file.is_file():  # or it is a pipe, which would be waited for
-                return f"{name} is missing"
-            if file.stat().st_size != expected["bytes"]:
-                return f"{name} has {file.stat().st_size} bytes, not {shown(expected['bytes'])}"
-            with open(file, "rb") as handle:
-                if _digest(handle) != expected["blake2b"]:
-                    return f"{name} does not match its checksum"
+        if sums_file.is_file():
+            return _damage_by_sums(path, json.loads(sums_file.read_text(encoding="utf-8"))["files"])
+        damages = map(_damage_of_file, filter(Path.is_file, sorted(path.glob(f"*{PARAMFILE_EXT}"))))
+        return next(filter(None, damages), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it can't be read ({error})"
+
+
+def _damage_by_sums(path: Path, sums: dict[str, Any]) -> str | None:
+    """Describe how the files of a checkpoint differ from their recorded sizes and checksums; None if they don't."""
+    for name, expected in sums.items():
+        file = path / name
+        if not file.is_file():  # or it is a pipe, which would be waited for
+            return f"{name} is missing"
+        if file.stat().st_size != expected["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, not {shown(expected['bytes'])}"
+        with open(file, "rb") as handle:
+            if _digest(handle) != expected["blake2b"]:
+                return f"{name} does not match its checksum"
     return None
+
+
+def _damage_of_file(file: Path) -> str | None:
+    """Describe what is visibly wrong with a file that has no recorded checksum; None if nothing is."""
+    with open(file, "rb") as handle:
+        head = handle.read(4)
+    if not head:
+        return f"{file.name} is empty"
+    if head != b"PK\x03\x04":
+        return None  # text or another format, which only its loader can check
+    try:
+        with zipfile.ZipFile(file) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error) as error:
+        return f"{file.name} is cut off or damaged ({error})"
+    return f"{file.name} is damaged (at {shown(broken)})" if broken else None
 
 
 def wait_for(path: Path, seconds: float) -> None:

@@ -68,9 +68,11 @@ class PendingCheckpoint:
 
     def size(self) -> int:
         """Return the size of the checkpoint in bytes, as far as it is known."""
-        written = sum(file.stat().st_size for file in ([] if self.folder is None else files.files_in(self.folder))
-                      if file.name.removesuffix(PARAMFILE_EXT) not in self._states)
-        return written + sum(tensor.nbytes for state, _ in self._states.values() for _, tensor in tensors_in(state))
+        written_files = [] if self.folder is None else files.files_in(self.folder)
+        by_hooks = sum(file.stat().st_size for file in written_files
+                       if file.name.removesuffix(PARAMFILE_EXT) not in self._states)
+        to_write = sum(tensor.nbytes for state, _ in self._states.values() for _, tensor in tensors_in(state))
+        return by_hooks + to_write
 
     def _release(self) -> None:
         self._states.clear()
@@ -109,14 +111,17 @@ class BackgroundWriter:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            error, self._error, self.failed = self._error, None, False
+            error = self._error
+            self._error = None
+            self.failed = False
             raise error
 
     def _run(self, job: Callable[[], Any]) -> None:
         try:
             job()
         except BaseException as error:
-            self._error, self.failed = error, True
+            self._error = error
+            self.failed = True
 
 
 def _report(reference: weakref.ref[BackgroundWriter]) -> None:

@@ -55,23 +55,25 @@ def hook_for(obj: object, custom: Hook | None, defaults: Mapping[type, Hook], ve
 
 def unsaved_state(recoverables: Mapping[str, Any]) -> list[str]:
     """Return warnings about modules in recoverables with state outside of the state dict, and a Brain's optimizers."""
-    known = set(map(id, recoverables.values()))
-    found = []
+    saved = set(map(id, recoverables.values()))
+    warnings = []
     for name, obj in recoverables.items():
         for path, module in obj.named_modules() if isinstance(obj, torch.nn.Module) else ():
             hook = get_default_hook(module, DEFAULT_SAVE_HOOKS)
-            if path and hook not in TENSORS and id(module) not in known:
-                found.append(f"{name}.{path} ({type(module).__name__}) has state that is not in the state dict of "
-                             f"{name!r} and so is not saved: add it to the recoverables")
-        optimizers = {attribute: each for attribute, each in vars(obj).items() if isinstance(each, Optimizer)} \
-            if isinstance(obj, Brain) else {}
-        for attribute, each in optimizers.items():
-            has_state = any(isinstance(value, torch.Tensor) for own in each.state.values() for value in own.values())
-            if has_state and id(each) not in known:
-                found.append(f"{attribute} ({type(each).__name__}) is not among the recoverables, so a run that "
-                             "resumes differs from one that was never stopped: in init_optimizers, call "
-                             f"self.checkpointer.add_recoverable({attribute!r}, self.{attribute})")
-    return found
+            if path and hook not in TENSORS and id(module) not in saved:
+                warnings.append(f"{name}.{path} ({type(module).__name__}) has state that is not in the state dict of "
+                                f"{name!r} and so is not saved: add it to the recoverables")
+        for attribute, optimizer in vars(obj).items() if isinstance(obj, Brain) else ():
+            if isinstance(optimizer, Optimizer) and id(optimizer) not in saved and _has_tensors(optimizer):
+                warnings.append(f"{attribute} ({type(optimizer).__name__}) is not among the recoverables, so a run "
+                                "that resumes differs from one that was never stopped: in init_optimizers, call "
+                                f"self.checkpointer.add_recoverable({attribute!r}, self.{attribute})")
+    return warnings
+
+
+def _has_tensors(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has a state, as those have after a step; plain SGD has none."""
+    return any(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
 
 
 # ---------------------------------------------------------------- copying
@@ -92,18 +94,20 @@ def snapshot(state: T, tensors: bool = True) -> tuple[T, Callable[[], None]]:
         if isinstance(value, torch.Tensor) and not tensors:
             return value
         if isinstance(value, torch.Tensor):
-            strided, pinned = value.layout == torch.strided, value.device.type == "cuda"
-            # tied weights stay one tensor in the file, as with torch.save
-            key = (value.data_ptr(), value.device, value.shape, value.stride(), value.dtype) \
-                if strided and type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() else ()
+            is_strided = value.layout == torch.strided
+            # Tied weights stay one tensor in the file, as with torch.save.
+            key: tuple[Any, ...] = ()
+            if is_strided and type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel():
+                key = (value.data_ptr(), value.device, value.shape, value.stride(), value.dtype)
             if key in copies:
                 return copies[key]
-            if value.device.type == "cpu" or not strided:
+            if value.device.type == "cpu" or not is_strided:
                 copied = value.detach().clone().cpu()
             else:
                 devices.add(value.device)
-                copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
-                copied.copy_(value.detach(), non_blocking=pinned)
+                is_pinned = value.device.type == "cuda"
+                copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=is_pinned)
+                copied.copy_(value.detach(), non_blocking=is_pinned)
             if key:
                 copies[key] = copied
             return copied
@@ -152,9 +156,9 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # 
             return untrusted.load_tensors(path, mmap=lazily)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))  # the rest is torch's advice to load it all the same
-        such = f", such as {shown_names([named[1]])}" if named else ""
+        example = f", such as {shown_names([named[1]])}" if named else ""
         raise CheckpointError(
-            f"{path} holds more than tensors and numbers{such}, so loading it could run code",
+            f"{path} holds more than tensors and numbers{example}, so loading it could run code",
             hint="save it again as a state dict, or give the recoverable its own load hook",
         ) from error
     except ValueError as error:
@@ -187,22 +191,22 @@ def load_recoverable(obj: object, name: str, path: Path, hook: Hook, end_of_epoc
 def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
     """Load a state dict into a module, optimizer, scheduler or scaler, or raise an error if it does not fit."""
     state = read_state(path)
-    found = ""
+    difference = ""
     if isinstance(obj, torch.nn.Module):
         try:
             obj.load_state_dict(state, strict=True)
         except RuntimeError:
-            found = differences(obj.state_dict(), state)
-            if not found:
+            difference = differences(obj.state_dict(), state)
+            if not difference:
                 raise
     elif isinstance(obj, torch.optim.Optimizer):
-        found = _group_differences(obj, state)
-        if not found:
+        difference = _group_differences(obj, state)
+        if not difference:
             load_optimizer(obj, state, path)
     else:
         obj.load_state_dict(state)
-    if found:
-        raise other_model(name, Path(path), found)
+    if difference:
+        raise other_model(name, Path(path), difference)
 
 
 def read_state(path: str | Path, *, lazily: bool = False) -> Any:  # what was saved
@@ -211,16 +215,18 @@ def read_state(path: str | Path, *, lazily: bool = False) -> Any:  # what was sa
     return hook_on_loading_state_dict_checkpoint(state) if isinstance(state, dict) else state
 
 
-def other_model(name: str, path: Path, found: str) -> OtherModel:
-    """Return the error for the file of a recoverable that belongs to another model; ``found`` are ``differences``."""
-    return OtherModel(f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {found}",
+def other_model(name: str, path: Path, difference: str) -> OtherModel:
+    """Return the error for the file of a recoverable that belongs to another model; see ``differences``."""
+    return OtherModel(f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {difference}",
                       hint="use the recipe that this run started with, or another output_folder")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Load an optimizer's state dict; its options don't change, except for the learning rates."""
-    groups = [{**saved, **{name: value for name, value in own.items() if name in saved and name not in _NOT_OPTIONS}}
-              for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
+    groups = []
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        options = {name: value for name, value in group.items() if name in saved and name not in _NOT_OPTIONS}
+        groups.append({**saved, **options})
     needed = optimizer.defaults.keys() & optimizer.param_groups[0].keys()  # torch adds a default while it loads
     try:
         optimizer.load_state_dict({**state, "param_groups": groups})
@@ -240,18 +246,18 @@ DEFAULT_LOAD_HOOKS.setdefault(InverseSquareRootScheduler,
                               lambda obj, path, end_of_epoch: obj.__dict__.update(load_file(path)))
 
 
-def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
-    """Describe why ``saved`` can't be loaded into an object with the state dict ``own``; empty if it can.
+def differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """Describe why ``saved`` can't be loaded into an object with the state dict ``here``; empty if it can.
 
     >>> differences({"a": torch.zeros(2, 3)}, {"a": torch.zeros(4, 3)})
     '1 of another shape (a: 4x3 saved, 2x3 here)'
     """
     if not isinstance(saved, Mapping):
         return f"the file holds a {type(saved).__name__}, not a state dict"
-    missing = [key for key in own if key not in saved]
-    extra = [key for key in saved if key not in own]
+    missing = [key for key in here if key not in saved]
+    extra = [key for key in saved if key not in here]
     shapes = [
-        f"{key}: {_shape(saved[key])} saved, {_shape(value)} here" for key, value in own.items()
+        f"{key}: {_shape(saved[key])} saved, {_shape(value)} here" for key, value in here.items()
         if key in saved and isinstance(value, torch.Tensor) and _shape(saved[key]) != _shape(value)
     ]
     kinds = {"missing in the checkpoint": missing, "only in the checkpoint": extra,

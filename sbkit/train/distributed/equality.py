@@ -55,8 +55,8 @@ class Buffers:
         now = self._fingerprints()
         changed = torch.tensor([now[name] != self._seen.get(name) for name in now], dtype=torch.int32)
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
-        self.changing += [name for name, did in zip(now, changed.tolist(), strict=True)
-                          if did and name not in self.changing]
+        self.changing += [name for name, has_changed in zip(now, changed.tolist(), strict=True)
+                          if has_changed and name not in self.changing]
         self._seen = now
         self.sync()
 
@@ -135,7 +135,8 @@ def warn_unreached(modules: nn.Module, recipe: Mapping[str, Any], warned: set[st
         whole: list[str] = []  # modules that the loss does not reach at all are named as such
         for name, module in modules.named_modules():  # parents come before their children
             inside = {f"{name}.{n}" for n, p in module.named_parameters() if p.requires_grad} - warned
-            if name and inside and inside <= missing and not any(name.startswith(f"{each}.") for each in whole):
+            is_in_another = name.startswith(tuple(f"{parent}." for parent in whole))
+            if name and inside and inside <= missing and not is_in_another:
                 whole.append(name)
         covered = tuple(f"{name}." for name in whole)
         names = sorted([*whole, *(name for name in missing if not name.startswith(covered))])

@@ -9,6 +9,7 @@ ranks send the same. Each ``grad`` then is a view into its bucket, as with DDP's
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -52,7 +53,9 @@ class GradientExchange:
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]], agree_each_time: bool = False,
                  mean: bool = False):
-        self.world, self.mean, self.agree_each_time = ranks.world_size(), mean, agree_each_time
+        self.world = ranks.world_size()
+        self.mean = mean
+        self.agree_each_time = agree_each_time
         self.armed = True
         """Whether the next backward exchanges; otherwise it accumulates on this rank."""
         self._named = list(named_parameters)
@@ -87,7 +90,8 @@ class GradientExchange:
             handle.remove()
         self._handles = []
         self._buckets: list[_Bucket] = []
-        self._sent, self._queued = 0, False
+        self._sent = 0
+        self._queued = False
 
     def views(self) -> dict[Parameter, torch.Tensor]:
         """Return the views into buckets in which gradients are exchanged, of all parameters that ranks agreed on."""
@@ -173,25 +177,28 @@ class GradientExchange:
     def forget_backward(self) -> None:
         """Begin anew: the last backward has been exchanged, or was left by an error while it was captured."""
         for bucket in self._buckets:
-            bucket.work, bucket.waiting = None, set(bucket.members)
-        self._sent, self._queued, self._reached = 0, False, {}
+            bucket.work = None
+            bucket.waiting = set(bucket.members)
+        self._sent = 0
+        self._queued = False
+        self._reached = {}
 
     def _make_buckets(self, order: list[int]) -> None:
         """Make the buckets of parameters, which are sent in this order of their positions."""
         self._buckets = []
         complete: list[list[int]] = []
         begun: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        size: Counter[tuple[torch.dtype, torch.device]] = Counter()
+        bytes_of: Counter[tuple[torch.dtype, torch.device]] = Counter()
         for i in order:
             key = self._parameters[i].dtype, self._parameters[i].device
             begun.setdefault(key, []).append(i)
-            size[key] += self._parameters[i].nbytes
-            if size[key] >= (BUCKET_BYTES if complete else FIRST_BUCKET_BYTES):
+            bytes_of[key] += self._parameters[i].nbytes
+            if bytes_of[key] >= (BUCKET_BYTES if complete else FIRST_BUCKET_BYTES):
                 complete.append(begun.pop(key))
-                del size[key]
+                del bytes_of[key]
         for members in [*complete, *begun.values()]:
             parameters = [self._parameters[i] for i in members]
-            ends = list(accumulate(-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in parameters))
+            ends = list(accumulate(math.ceil(p.numel() / _ALIGNMENT) * _ALIGNMENT for p in parameters))
             flat = torch.zeros(ends[-1], dtype=parameters[0].dtype, device=parameters[0].device)
             # With the parameters' strides, as fused optimizers want them.
             views = [flat.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), start)

@@ -108,11 +108,12 @@ class Replicated(Single):
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        armed, self.exchange.armed = self.exchange.armed, False
+        was_armed = self.exchange.armed
+        self.exchange.armed = False
         try:
             yield
         finally:
-            self.exchange.armed = armed
+            self.exchange.armed = was_armed
 
 
 class Sharded(Single):

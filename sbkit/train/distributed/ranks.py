@@ -143,12 +143,16 @@ def _fresh_store(store: Store, place: int, world: int) -> Store:
     answered: set[bytes] = set()
 
     def missing() -> list[int]:
-        found = [other for other in range(1, world) if not store.check([f"{me}/named/{other}"])]
-        for other in found:
-            if store.check([key := f"sbkit/start/{other}"]) and (token := store.get(key)) not in answered:
+        unnamed = [other for other in range(1, world) if not store.check([f"{me}/named/{other}"])]
+        for other in unnamed:
+            key = f"sbkit/start/{other}"
+            if not store.check([key]):
+                continue
+            token = store.get(key)
+            if token not in answered:
                 answered.add(token)
                 store.set(f"sbkit/name/{token.decode()}", me)
-        return found
+        return unnamed
 
     _wait_for_ranks(missing, describe=True)
     return PrefixStore(me, store)
@@ -260,9 +264,9 @@ def gather_objects(obj: T) -> list[T]:
     if is_alone():
         return [obj]
     barrier("gather")
-    found: list[Any] = [None] * world_size()
-    dist.all_gather_object(found, obj, group=cpu_group())
-    return found
+    objects: list[Any] = [None] * world_size()
+    dist.all_gather_object(objects, obj, group=cpu_group())
+    return objects
 
 
 def sum_across(tensor: torch.Tensor) -> torch.Tensor:
@@ -317,12 +321,16 @@ def _record_failure(error: BaseException) -> int:
     """Record that an error ends this rank, and return its exit code."""
     global _failed_here
     _failed_here = True
-    code = error.code if isinstance(error, SystemExit) else \
-        128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
-    code = code if isinstance(code, int) else 1
+    if isinstance(error, SystemExit):
+        code = error.code
+    elif isinstance(error, KeyboardInterrupt):
+        code = 128 + signal.SIGINT
+    else:
+        code = getattr(error, "exit_code", 1)
+    exit_code = code if isinstance(code, int) else 1
     if world_size() > 1:
-        ending.schedule_exit(code)
-    return code
+        ending.schedule_exit(exit_code)
+    return exit_code
 
 
 def announce_failure(error: BaseException) -> None:
@@ -333,20 +341,33 @@ def announce_failure(error: BaseException) -> None:
     try:
         _store().set(f"{_FAILED_KEY}/{rank()}", b"1")
         _store().set(_FAILED_KEY, failure)
-        until = time.monotonic() + _ACK_SECONDS
-        # A command prints an SbkitError on rank 0 only, so one that only this rank has is logged.
-        while not is_main() and isinstance(error, SbkitError) and not _store().check([f"{_FAILED_KEY}/0"]):
-            if time.monotonic() > until:
-                logger.error("Rank %d failed: %s", rank(), error)
-                break
-            time.sleep(_POLL_SECONDS)
-        while is_main() and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and time.monotonic() < until \
-                and _store().add(_ACK_KEY, 0) < world_size() - 1:
-            time.sleep(_POLL_SECONDS)
+        if is_main():
+            _wait_for_acknowledgements()
+        elif isinstance(error, SbkitError):
+            _log_unless_main_fails(error)
     except (RuntimeError, OSError) as problem:  # the store is gone: the launcher ends the others
         logger.debug("could not notify the other ranks: %s", problem)
         if isinstance(error, SbkitError) and not is_main():
             logger.error("Rank %d failed: %s", rank(), error)
+
+
+def _wait_for_acknowledgements() -> None:
+    """Give other ranks time to read why rank 0 ends, if the store lives in it."""
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        return
+    until = time.monotonic() + _ACK_SECONDS
+    while time.monotonic() < until and _store().add(_ACK_KEY, 0) < world_size() - 1:
+        time.sleep(_POLL_SECONDS)
+
+
+def _log_unless_main_fails(error: SbkitError) -> None:
+    """Log an error that rank 0, where a command prints it, doesn't have as well."""
+    until = time.monotonic() + _ACK_SECONDS
+    while not _store().check([f"{_FAILED_KEY}/0"]):
+        if time.monotonic() > until:
+            logger.error("Rank %d failed: %s", rank(), error)
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 def raise_on_main(error: SbkitError) -> None:
@@ -362,7 +383,7 @@ def end_together() -> NoReturn:
 
     Rank 0, which may hold the store, ends last.
     """
-    done = SystemExit(0)
+    end = SystemExit(0)
     if not is_alone():
         barrier("end")
         key = _key("ends")
@@ -370,8 +391,8 @@ def end_together() -> NoReturn:
             _wait_for(key)
         elif _store().add(f"{key}/ack", 1) == world_size() - 1:
             _store().set(key, b"1")
-        _record_failure(done)  # without announcing it: every rank ends
-    raise done
+        _record_failure(end)  # without announcing it: every rank ends
+    raise end
 
 
 def is_alone() -> bool:
@@ -388,11 +409,14 @@ def _exit_silently(code: int, grace: float = _GRACE_SECONDS) -> NoReturn:
 
 
 def _wait_for(key: str, patience: float | None = None) -> bool:
-    store, pause = _store(), _FIRST_PAUSE_SECONDS
+    """Wait until the store has a key, at most ``patience`` seconds; end if a rank fails. Return whether it has it."""
+    store = _store()
+    pause = _FIRST_PAUSE_SECONDS
     until = math.inf if patience is None else time.monotonic() + patience
     try:
         while _peer_exit_code is not None or not store.check([key]):
-            if (code := _peer_failed()) is not None:
+            code = _peer_failed()
+            if code is not None:
                 _exit_silently(code)
             if time.monotonic() > until:
                 return False

@@ -88,7 +88,8 @@ class ShardedModules(nn.Module):
     def loss_of(self, batch: Any) -> Any:  # what ``compute`` returns
         """Compute as ``compute`` does, with a total whose backward shards the gradients."""
         total = self(batch)
-        computed, self.computed = self.computed, None
+        computed = self.computed
+        self.computed = None
         return computed._replace(loss=computed.loss._replace(total=total))
 
     @contextlib.contextmanager
@@ -106,6 +107,7 @@ class ShardedModules(nn.Module):
             for unit in units:
                 unit.reshard()
                 unit.set_reshard_after_forward(not isinstance(unit, ShardedModules), recurse=False)
+
 
 def is_sharded(obj: object) -> bool:
     """Return whether the parameters of a module or optimizer are sharded over ranks."""
@@ -143,8 +145,8 @@ def load_full(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[st
 
 def load_full_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load a full state dict into a module; if it is sharded, all ranks must call it."""
-    own = module.state_dict()
-    module.load_state_dict({key: _sharded_like(value, own.get(key)) for key, value in state.items()}, strict=True)
+    sharded = module.state_dict()
+    module.load_state_dict({key: _sharded_like(value, sharded.get(key)) for key, value in state.items()}, strict=True)
 
 
 def full_value(value: object) -> object:

@@ -1,1 +1,1 @@
-"""Memory of a device: what fits into it, and what a user is told when something does not."""
+"""Memory of a device: what fits into it, and the message when something does not."""

@@ -37,20 +37,19 @@ def measure(trial: Trial, request: CommandLine, gib: float, fresh: bool = False)
 
     fresh : try even if the result is in the cache
     """
-    same = (gib, trial.edges, trial.most_seconds)
-    for found in [] if fresh else cached(trial.cache):
-        if (found.gib, found.edges, found.most) == same:
+    for earlier in [] if fresh else cached(trial.cache):
+        if (earlier.gib, earlier.edges, earlier.most) == (gib, trial.edges, trial.most_seconds):
             print(f"from the cache, {trial.cache} (sbkit tune --fresh tries again)", file=sys.stderr)
-            return found
+            return earlier
     with _fits(trial, request, gib) as fits:
         counts = search(trial.edges, fits, trial.most_seconds / MARGIN)
     with _fits(trial, request, gib, SLACK) as fits:
-        found = rehearse(BatchSize(gib, trial.edges, counts, trial.most_seconds), fits)
+        result = rehearse(BatchSize(gib, trial.edges, counts, trial.most_seconds), fits)
     try:
-        store(trial.cache, found)
+        store(trial.cache, result)
     except SbkitError as error:  # the result still counts
         print(f"warning: the result was not cached: {error}", file=sys.stderr)
-    return found
+    return result
 
 
 def memory_budget(requested: float | None, device: torch.device) -> float:
@@ -94,58 +93,63 @@ def search(edges: Sequence[float], fits: Callable[[int, float], bool], max_secon
     fits : returns whether a step on (utterances, seconds of each) fits
     max_seconds : the size that no batch needs to exceed
     """
-    found: list[int] = []
+    counts: list[int] = []
+    seconds_that_fit = 0.0  # in the bucket before
     bar = progress(list(reversed(edges)), what="buckets tried", unit="bucket", show=show)
     for edge in bar:  # longest first: its result is where the search for shorter ones starts
         max_count = max(1, math.ceil(max_seconds / edge))
-        n = min(max_count, max(1, int(found[-1] * edges[-len(found)] / edge)) if found and found[-1] else 1)
-        good, bad = 0, max_count + 1  # the largest that fits, 0: not even 1, and the smallest that doesn't
-        while good < n < bad:  # double or halve, until the limit is between the two
-            if fits(n, edge):
-                good, n = n, min(2 * n, max_count)
+        count = min(max_count, max(1, int(seconds_that_fit / edge)))
+        fitting = 0  # the largest count that fits; 0: not even 1
+        too_large = max_count + 1  # the smallest that doesn't
+        while fitting < count < too_large:  # double or halve, until the limit is between the two
+            if fits(count, edge):
+                fitting = count
+                count = min(2 * count, max_count)
             else:
-                bad, n = n, max(n // 2, 1)
-        while bad - good > max(1, PRECISION * good):
-            middle = (good + bad) // 2
+                too_large = count
+                count = max(count // 2, 1)
+        while too_large - fitting > max(1, PRECISION * fitting):
+            middle = (fitting + too_large) // 2
             if fits(middle, edge):
-                good = middle
+                fitting = middle
             else:
-                bad = middle
-        found.append(good)
-    return found[::-1]
+                too_large = middle
+        counts.append(fitting)
+        seconds_that_fit = fitting * edge
+    return counts[::-1]
 
 
-def rehearse(found: BatchSize, fits: Callable[[int, float], bool]) -> BatchSize:
+def rehearse(sizes: BatchSize, fits: Callable[[int, float], bool]) -> BatchSize:
     """Return the sizes, reduced until batches of many lengths fit one after the other.
 
     Memory freed by batches of one shape can't always be used by those of another.
     """
-    longest = found.edges[-1]
-    lengths = np.random.default_rng(0).uniform(min(found.edges[0], longest / 4), longest, REHEARSED).tolist()
-    while found.seconds and not all(fits(max(1, int(found.seconds / length)), length) for length in lengths):
-        found = dataclasses.replace(found, share=SHRINK * found.seconds / found.at_once)
-    return found
+    longest = sizes.edges[-1]
+    lengths = np.random.default_rng(0).uniform(min(sizes.edges[0], longest / 4), longest, REHEARSED).tolist()
+    while sizes.seconds and not all(fits(max(1, int(sizes.seconds / length)), length) for length in lengths):
+        sizes = dataclasses.replace(sizes, share=SHRINK * sizes.seconds / sizes.at_once)
+    return sizes
 
 
-def recommended(trial: Trial, found: BatchSize) -> tuple[float, str]:
+def recommended(trial: Trial, sizes: BatchSize) -> tuple[float, str]:
     """Return the ``max_batch_seconds`` that follows from a result, 0 if nothing fits, and how it was found.
 
     It has room for the longest utterances, which may fit without the margin only.
     """
-    where = f"{trial.device_name} with {found.gib:.3g} GiB, {trial.brain.precision}"
+    where = f"{trial.device_name} with {sizes.gib:.3g} GiB, {trial.brain.precision}"
     least = math.ceil(trial.longest * trial.batching.min_capacity)
-    if not found.seconds or found.fits[-1] < trial.batching.min_capacity:
+    if not sizes.seconds or sizes.fits[-1] < trial.batching.min_capacity:
         return 0, f"{where}: not even one of the longest utterances fits"
-    if found.share * found.at_once >= found.most:
-        return found.most, f"{where}: more has no effect, since no step is larger"
-    return max(found.seconds, least), f"{where}: {found.share:.0%} of what fits"
+    if sizes.share * sizes.at_once >= sizes.most:
+        return sizes.most, f"{where}: more has no effect, since no step is larger"
+    return max(sizes.seconds, least), f"{where}: {sizes.share:.0%} of what fits"
 
 
-def summary(trial: Trial, found: BatchSize) -> str:
+def summary(trial: Trial, sizes: BatchSize) -> str:
     """Return a table of the result, and the recommended value, as text."""
-    rows = [[f"up to {edge:.1f} s", n, f"{n * edge:.0f}"] for edge, n in zip(found.edges, found.fits, strict=True)]
-    seconds, how = recommended(trial, found)
-    has = "auto" if trial.batching.auto else f"{trial.batching.max_batch_seconds:g}"
-    advice = f"--max_batch_seconds {seconds:g} (the recipe has {has})" if seconds else \
-        SMALLER
+    rows = [[f"up to {edge:.1f} s", count, f"{count * edge:.0f}"]
+            for edge, count in zip(sizes.edges, sizes.fits, strict=True)]
+    seconds, how = recommended(trial, sizes)
+    in_recipe = "auto" if trial.batching.auto else f"{trial.batching.max_batch_seconds:g}"
+    advice = f"--max_batch_seconds {seconds:g} (the recipe has {in_recipe})" if seconds else SMALLER
     return f"{table(['utterance length', 'utterances that fit', 'seconds'], rows)}\n{how}: {advice}"

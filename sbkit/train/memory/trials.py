@@ -48,14 +48,17 @@ BASE_BYTES, WORKER_BYTES = 192 << 20, 128 << 20
 class Trial:
     """A Brain for trial steps on noise, and the sizes to try."""
 
-    def __init__(self, brain: Any, durations: np.ndarray, device: torch.device, cache: Path):  # a task, a room above
-        self.brain, self.device, self.cache = brain, device, cache
-        self.batching = batching = brain.keys.batching
-        self.longest, self.typical = float(durations.max()), flops.typical_seconds(durations)
-        self.most_seconds = batching.most_seconds(self.longest)
-        edges = Plan(durations, Batching(self.most_seconds, batching.step_seconds)).edges.tolist()
-        chosen = np.unique(np.linspace(0, len(edges) - 1, MAX_BUCKETS).round().astype(int))
-        self.edges = [round(edges[i], 2) for i in chosen]
+    def __init__(self, brain: Any, durations: np.ndarray, device: torch.device, cache: Path):  # a task
+        self.brain = brain
+        self.device = device
+        self.cache = cache
+        self.batching = brain.keys.batching
+        self.longest = float(durations.max())
+        self.typical = flops.typical_seconds(durations)
+        self.most_seconds = self.batching.most_seconds(self.longest)
+        edges = Plan(durations, Batching(self.most_seconds, self.batching.step_seconds)).edges.tolist()
+        buckets = np.unique(np.linspace(0, len(edges) - 1, MAX_BUCKETS).round().astype(int))
+        self.edges = [round(edges[bucket], 2) for bucket in buckets]
 
     @property
     def device_name(self) -> str:
@@ -82,16 +85,7 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
         brain.on_fit_start()
         brain.open_step(brain.optimizer_step + 1)
         brain.trainer.freezing.train()
-        # Of the prepared corpus, if there is one; otherwise all lengths up to the longest allowed.
-        corpus = recipe.keys.corpus
-        manifest = corpus.manifest_path("train") if hasattr(corpus, "manifest_path") else None
-        if manifest is not None and manifest.is_relative_to(folder):  # as one below the recipe's own output folder
-            root = read(request.path, request.overrides, Findings())
-            named = root.value.get("output_folder") if root is not None else None
-            manifest = manifest if named is None else Path(str(named.value)) / manifest.relative_to(folder)
-        durations = planned_seconds(recipe.hparams.get("augment"), Manifest.open_prepared(manifest).durations) \
-            if manifest is not None and manifest.exists() else np.linspace(
-                1.0, longest_utterance(recipe.hparams), 200)
+        durations = _durations(recipe, request, Path(folder))
         logger = logging.getLogger("sbkit.train.distributed.equality")  # the run itself will warn of unused layers
         before = logger.level
         logger.setLevel(logging.ERROR)
@@ -99,6 +93,23 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
             yield Trial(brain, durations, device, batch_size.result_file(model, recipe.keys, brain.precision, device))
         finally:
             logger.setLevel(before)
+
+
+def _durations(recipe: load.Recipe, request: arguments.CommandLine, folder: Path) -> np.ndarray:
+    """Return the durations in the prepared corpus, if there is one; otherwise all lengths up to the longest allowed.
+
+    folder : the temporary output folder with which the recipe was opened
+    """
+    corpus = recipe.keys.corpus
+    manifest = corpus.manifest_path("train") if hasattr(corpus, "manifest_path") else None
+    if manifest is not None and manifest.is_relative_to(folder):  # it is below the recipe's own output folder
+        root = read(request.path, request.overrides, Findings())
+        output_folder = root.value.get("output_folder") if root is not None else None
+        if output_folder is not None:
+            manifest = Path(str(output_folder.value)) / manifest.relative_to(folder)
+    if manifest is None or not manifest.exists():
+        return np.linspace(1.0, longest_utterance(recipe.hparams), 200)
+    return planned_seconds(recipe.hparams.get("augment"), Manifest.open_prepared(manifest).durations)
 
 
 # ---------------------------------------------------------------------------------------- with little memory
@@ -157,7 +168,8 @@ def _serve_trials(pipe: Connection, request: arguments.CommandLine, size: int, s
     memory.keep_freed_memory()  # as a run does
     with open_trial(request, torch.device("cpu")) as trial:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # hide libraries' last messages
-        workers, rate = trial.brain.keys.num_workers, trial.brain.keys.sample_rate
+        workers = trial.brain.keys.num_workers
+        sample_rate = trial.brain.keys.sample_rate
         size -= BASE_BYTES + workers * WORKER_BYTES
         memory.bound(int(slack * size))
         while True:
@@ -165,13 +177,17 @@ def _serve_trials(pipe: Connection, request: arguments.CommandLine, size: int, s
                 utterances, seconds = pipe.recv()
             except EOFError:
                 return
+            fits = False
+            failure = ""
             try:
-                # What a run's data workers have read ahead, in bytes.
-                ahead = round(max(0.0, utterances * seconds) * rate) * torch.float32.itemsize * (PREFETCH + 1) * workers
-                with mmap.mmap(-1, max(ahead, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
-                    fits, failure = trial.fits(utterances, seconds) and memory.peak() + ahead <= size, ""
+                batch_bytes = round(max(0.0, utterances * seconds) * sample_rate) * torch.float32.itemsize
+                read_ahead = batch_bytes * (PREFETCH + 1) * workers  # by a run's data workers
+                with mmap.mmap(-1, max(read_ahead, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
+                    fits = trial.fits(utterances, seconds) and memory.peak() + read_ahead <= size
             except Exception as error:
-                fits, failure = False, "" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+                fits = False
+                if not is_out_of_memory(error):
+                    failure = f"{type(error).__name__}: {error}"
             pipe.send((fits, failure))
 
 

@@ -57,9 +57,14 @@ class StageDisplay(AbstractContextManager["StageDisplay"]):
         times: StepTimes | None = None, colour: str | None = None, out: IO[str] | None = None,
         utilisation: Utilisation | None = None,
     ):
-        self.stage, self.total, self.done, self.shown = stage, total_steps, initial, show
-        self._initial, self._out = initial, sys.stderr if out is None else out
-        self._times, self.utilisation = times, utilisation
+        self.stage = stage
+        self.total = total_steps
+        self.done = initial
+        self.shown = show
+        self.utilisation = utilisation
+        self._initial = initial
+        self._out = sys.stderr if out is None else out
+        self._times = times
         self._loss: float | None = None
         self._rate: Rate | None = None
         self.seconds = self.padded_seconds = 0.0
@@ -90,7 +95,8 @@ class StageDisplay(AbstractContextManager["StageDisplay"]):
             self.draw(final=True)
             if self._bar is not None:
                 self._bar.close()
-        self.shown, self.draw_at = False, math.inf
+        self.shown = False
+        self.draw_at = math.inf
 
     def draw(self, loss: float | None = None, rate: Rate | None = None, final: bool = False) -> None:
         """Draw the bar or print a line; values that are None are those of before."""
@@ -100,33 +106,49 @@ class StageDisplay(AbstractContextManager["StageDisplay"]):
         self._window.append((now, self.done, self.seconds))
         while len(self._window) > 2 and now - self._window[1][0] >= _WINDOW_SECONDS:
             self._window.popleft()
-        percent = math.floor(100 * self.done / self.total) if self.total else 0
-        text = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
         if self._bar is None:
             self.draw_at = now + LINE_SECONDS
-            text += "" if self.total is None else f" ({percent} %)"
-            print(f"{self.stage}: " + ", ".join([text, *(part for part, _ in self._parts(final))]), file=self._out,
-                  flush=True)
-            return
-        self.draw_at = now + REDRAW_SECONDS
-        columns = self._bar.format_dict["ncols"] or 80
-        left = f"{self.stage} {percent:3d}%|" if self.total else f"{self.stage}: "
+            self._print_line(final)
+        else:
+            self.draw_at = now + REDRAW_SECONDS
+            self._draw_bar(self._bar, final)
+
+    def _print_line(self, final: bool) -> None:
+        """Print the progress as a plain line."""
+        steps = f"{self.done}" if self.total is None else f"{self.done}/{self.total} ({self._percent()} %)"
+        print(f"{self.stage}: " + ", ".join([steps, *(part for part, _ in self._parts(final))]), file=self._out,
+              flush=True)
+
+    def _draw_bar(self, bar: tqdm, final: bool) -> None:
+        """Redraw the bar, with those parts of the text for which there is room, the most important first."""
+        columns = bar.format_dict["ncols"] or 80
+        left = f"{self.stage} {self._percent():3d}%|" if self.total else f"{self.stage}: "
         cells = next((cells for least, cells in _BAR_CELLS if columns >= least and self.total), 0)
-        middle, taken = ("{bar}| ", cells + 2) if cells else (" ", 1) if self.total else ("", 0)
-        room = columns - len(left) - taken - len(text)
-        for part, colour in self._parts(final):  # those for which there is room, the most important first
+        if cells:
+            middle, middle_width = "{bar}| ", cells + 2
+        elif self.total:
+            middle, middle_width = " ", 1
+        else:
+            middle, middle_width = "", 0
+        text = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        room = columns - len(left) - middle_width - len(text)
+        for part, colour in self._parts(final):
             room -= len(part) + 2
             if room < 0:
                 break
             text += f", {colour}{part}{_PLAIN}" if colour and self._colours else f", {part}"
-        self._bar.bar_format = _literal(left) + middle + _literal(text)
-        self._bar.n = min(self.done, self.total) if self.total else self.done
-        self._bar.refresh()
+        bar.bar_format = _literal(left) + middle + _literal(text)
+        bar.n = min(self.done, self.total) if self.total else self.done
+        bar.refresh()
+
+    def _percent(self) -> int:
+        return math.floor(100 * self.done / self.total) if self.total else 0
 
     def _parts(self, final: bool) -> Iterator[tuple[str, str]]:
         """Yield the parts of the text and their colours, the most important first; final speeds are of all steps."""
         now, steps, seconds = self._window[-1]
-        then, steps_then, seconds_then = (self.started, self._initial, 0.0) if final else self._window[0]
+        since_start = self.started, self._initial, 0.0
+        then, steps_then, seconds_then = since_start if final else self._window[0]
         span = max(now - then, 1e-9)
         if final:
             yield f"took {_clock(now - self.started)}", ""
@@ -164,7 +186,7 @@ class Progress(StageDisplay):
         self._graphs = compiling.graphs() if compiled else None
         self._steps = self.skipped = 0
         self._results: list[StepResult] = []  # since the last line
-        self._written = self.started, 0.0, 0.0  # then, and the audio until then
+        self._written = self.started, 0.0, 0.0  # time of the last line, and the audio until then: without padding, with
         self.due = min(self.draw_at, self.started + interval if metrics is not None else math.inf)
         """When something is to be shown or written next."""
 
@@ -177,28 +199,36 @@ class Progress(StageDisplay):
 
     def show(self, loss: float | None, rate: Rate | None) -> None:
         """Draw the bar and write a line, each if it is due."""
-        now, (then, seconds, padded) = time.monotonic(), self._written
-        if self.metrics is not None and self._results and now - then >= self.interval:
-            means: dict[str, Mean] = {"loss": Mean()}
-            for result in self._results:
-                means["loss"].add(result.total, result.count)
-                for name, sums in result.extras.items():
-                    means.setdefault(name, Mean()).add(*sums)
-            last, self._results = self._results[-1], []
-            seconds, padded = self.seconds - seconds, self.padded_seconds - padded
-            speed = seconds * ranks.world_size() / (now - then)
-            self.metrics.write(
-                "step", epoch=self.epoch, step=last.number, loss=means.pop("loss").known(),
-                **{name: mean.value() for name, mean in means.items()}, lr=rate, grad_norm=last.norm or None,
-                audio_s_per_s=speed or None, **self._flops(speed), data_wait_share=self.times.data_share(),
-                padding_share=1 - seconds / padded if padded else None,
-                skipped_steps=self.skipped, **({"loss_scale": last.scale} if last.scale != 1 else {}),
-            )
-            self._written = now, self.seconds, self.padded_seconds
+        now = time.monotonic()
+        written_at = self._written[0]
+        if self.metrics is not None and self._results and now - written_at >= self.interval:
+            self._write_line(self.metrics, rate, now)
         self._loss, self._rate = loss, rate  # also for the final state, if none was drawn before
         if now >= self.draw_at:
             self.draw()
         self.due = min(self.draw_at, self._written[0] + self.interval if self.metrics is not None else math.inf)
+
+    def _write_line(self, metrics: MetricsLog, rate: Rate | None, now: float) -> None:
+        """Write a line with the means of the steps since the last one."""
+        written_at, seconds_then, padded_then = self._written
+        means: dict[str, Mean] = {"loss": Mean()}
+        for result in self._results:
+            means["loss"].add(result.total, result.count)
+            for name, sums in result.extras.items():
+                means.setdefault(name, Mean()).add(*sums)
+        last = self._results[-1]
+        self._results = []
+        seconds = self.seconds - seconds_then
+        padded = self.padded_seconds - padded_then
+        speed = seconds * ranks.world_size() / (now - written_at)
+        metrics.write(
+            "step", epoch=self.epoch, step=last.number, loss=means.pop("loss").known(),
+            **{name: mean.value() for name, mean in means.items()}, lr=rate, grad_norm=last.norm or None,
+            audio_s_per_s=speed or None, **self._flops(speed), data_wait_share=self.times.data_share(),
+            padding_share=1 - seconds / padded if padded else None,
+            skipped_steps=self.skipped, **({"loss_scale": last.scale} if last.scale != 1 else {}),
+        )
+        self._written = now, self.seconds, self.padded_seconds
 
     def close(self, loss: float, step: int, began: float) -> None:
         """Report the whole epoch, whose training ``began`` then; waits for the device."""
@@ -209,21 +239,20 @@ class Progress(StageDisplay):
         graphs = {} if self._graphs is None else {"graphs_compiled": compiling.graphs() - self._graphs}
         padding = 1 - self.seconds / self.padded_seconds if self.padded_seconds else None
         if ranks.is_main() and self._steps:
-            said = [line for line in [self.times.line()] if line]  # an epoch of few steps may have timed none
+            summary = [line for line in [self.times.line()] if line]  # an epoch of few steps may have timed none
             if speed and padding is not None:
-                said.append(f"audio {speed:.3g} s/s, padding {100 * padding:.0f} %")
+                summary.append(f"audio {speed:.3g} s/s, padding {100 * padding:.0f} %")
                 if self.utilisation is not None:
-                    said[-1] += f", {self.utilisation.words(speed / ranks.world_size())}"
-            said += [f"graphs compiled {count}" for count in graphs.values()]
-            if said:
-                logger.info("epoch %d: %s", self.epoch, "; ".join(said))
+                    summary[-1] += f", {self.utilisation.words(speed / ranks.world_size())}"
+            summary += [f"graphs compiled {count}" for count in graphs.values()]
+            if summary:
+                logger.info("epoch %d: %s", self.epoch, "; ".join(summary))
         if self.metrics is not None:
+            time_shares = {name: round(seconds / total, 4) for name, seconds in sections.items()}
             self.metrics.write(
                 "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(now - began, 3),
                 audio_s_per_s=speed or None, **self._flops(speed), **graphs, skipped_steps=self.skipped,
-                padding_share=padding,
-                **({"time_shares": {name: round(value / total, 4) for name, value in sections.items()}}
-                   if self.times.timed else {}))
+                padding_share=padding, **({"time_shares": time_shares} if self.times.timed else {}))
 
     def _flops(self, speed: float) -> dict[str, float | None]:
         """Return FLOP/s and MFU at a speed in seconds of audio a second on all devices together."""

@@ -74,11 +74,11 @@ class Logger(ABC):
             self._try(self._close)
             self._open = None
 
-    def _try(self, call: Callable[..., None], *given: object) -> None:
+    def _try(self, call: Callable[..., None], *args: object) -> None:
         if self._failed:
             return
         try:
-            call(*given)
+            call(*args)
         except OSError as error:
             self._drop(disk.explain(error, self.run.folder))
         except Exception as error:  # of a tool's own kinds, from anywhere between here and its server
@@ -115,7 +115,8 @@ class TensorBoard(Logger):
     def _drop(self, why: str) -> None:
         if not self._warned:
             logger.warning("%s. Some points are missing in TensorBoard", why)
-        self._warned, self._open = True, None
+        self._warned = True
+        self._open = None
 
     def _close(self) -> None:
         self._open.close()
@@ -131,9 +132,9 @@ class Trackio(Logger):
             self._open = self._begin(embed=False)
         self._open.log(dict(values), step=step)
 
-    def _begin(self, **more: object) -> Any:  # the tool's own object
+    def _begin(self, **options: object) -> Any:  # the tool's own object
         return self._module.init(project=self.run.project, name=f"{self.run.folder.name}-{self.run.identity()}",
-                                 config=dict(self.run.values), resume="allow", **more)
+                                 config=dict(self.run.values), resume="allow", **options)
 
     def _close(self) -> None:
         self._open.finish()
@@ -173,16 +174,16 @@ class MLflow(Logger):
     def _begin(self) -> Any:  # its client
         client = self._module.MlflowClient()
         name = self.run.identity()
-        found = client.get_experiment_by_name(self.run.project)
-        experiment = found.experiment_id if found else client.create_experiment(self.run.project)
-        of_this = client.search_runs([experiment], f"tags.sbkit = '{name}'", max_results=1)
-        if of_this:
-            self._id = of_this[0].info.run_id
+        existing = client.get_experiment_by_name(self.run.project)
+        experiment = existing.experiment_id if existing else client.create_experiment(self.run.project)
+        earlier_runs = client.search_runs([experiment], f"tags.sbkit = '{name}'", max_results=1)
+        if earlier_runs:
+            self._id = earlier_runs[0].info.run_id
             client.update_run(self._id, "RUNNING")
         else:
             self._id = client.create_run(experiment, run_name=f"{self.run.folder.name}-{name}",
                                          tags={"sbkit": name}).info.run_id
-        if not of_this or not of_this[0].data.params:
+        if not earlier_runs or not earlier_runs[0].data.params:
             param = self._module.entities.Param
             client.log_batch(self._id, params=[param(key, str(value)) for key, value in self.run.values.items()])
         return client
@@ -199,33 +200,33 @@ NAMES = Array(String(pattern="|".join((*KINDS, r"\w+(\.\w+)+"))),
 
 def make(names: Iterable[str], run: Run) -> list[Logger]:
     """Make the loggers that a recipe names."""
-    made = []
+    loggers = []
     for name in dict.fromkeys(names):
         kind = class_of(name)
         try:
-            made.append(kind(name, run))
-        except ImportError as error:  # a tool that is there, and lacks something
+            loggers.append(kind(name, run))
+        except ImportError as error:  # the tool is installed, but lacks something
             raise _not_importable(name, kind, first_line(error)) from error
-    return made
+    return loggers
 
 
 def class_of(name: str) -> type[Logger]:
-    """The class of a logger that a recipe names; its tool is installed, but not imported, which takes seconds."""
-    module, _, of = name.rpartition(".")
+    """Return the class of a logger that a recipe names; its tool is installed, but not imported: that takes seconds."""
+    module, _, class_name = name.rpartition(".")
     try:
-        found = KINDS.get(name) or getattr(importlib.import_module(module), of)
+        kind = KINDS.get(name) or getattr(importlib.import_module(module), class_name)
     except Exception as error:  # a module of the user's own can raise anything
         raise SbkitError(f"loggers: {name} can't be imported ({first_line(error)})",
                          hint="name a class by its module, such as mine.Csv") from error
-    if not (isinstance(found, type) and issubclass(found, Logger)):
+    if not (isinstance(kind, type) and issubclass(kind, Logger)):
         raise SbkitError(f"loggers: {name} is no Logger", hint=f"derive it from {__name__}.Logger")
-    if inspect.isabstract(found):
-        raise SbkitError(f"loggers: {name} lacks {', '.join(sorted(found.__abstractmethods__))}",
+    if inspect.isabstract(kind):
+        raise SbkitError(f"loggers: {name} lacks {', '.join(sorted(kind.__abstractmethods__))}",
                          hint="write _log(self, values, step, seconds)")
-    tool = (found.module or "sbkit").removeprefix("torch.utils.").partition(".")[0]  # TensorBoard's writer is torch's
+    tool = (kind.module or "sbkit").removeprefix("torch.utils.").partition(".")[0]  # TensorBoard's writer is torch's
     if sys.modules.get(tool) is None and importlib.util.find_spec(tool) is None:
-        raise _not_importable(name, found, f"no module {tool}")
-    return found
+        raise _not_importable(name, kind, f"no module {tool}")
+    return kind
 
 
 def _not_importable(name: str, kind: type[Logger], why: str) -> SbkitError:

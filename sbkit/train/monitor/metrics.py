@@ -70,18 +70,20 @@ class MetricsLog(ResumableLog):
     def flush(self) -> None:
         """Wait for values that have not arrived, and write all lines."""
         self._write_ready(wait=True)
-        for each in self._loggers:
-            each.flush()
+        for tool in self._loggers:
+            tool.flush()
 
     def close(self) -> None:
         """Write all lines and close the loggers."""
         self.flush()
-        for each in self._loggers:
-            each.close()
+        for tool in self._loggers:
+            tool.close()
 
     def _write_ready(self, wait: bool = False) -> None:
-        while self._waiting and (wait or all(value.ready for value in self._waiting[0].values()
-                                             if isinstance(value, Peek))):
+        while self._waiting:
+            peeks = [value for value in self._waiting[0].values() if isinstance(value, Peek)]
+            if not wait and not all(peek.ready for peek in peeks):
+                return
             line = {k: _plain(v) for k, v in self._waiting.popleft().items()}
             self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
             self._step = line.get("step", self._step)
@@ -89,8 +91,8 @@ class MetricsLog(ResumableLog):
                 continue  # nothing is sent before there is a step
             numbers = {f"{line['kind']}/{name}": value for name, value in line.items()
                        if name not in ("time", "step", "epoch") and type(value) in (int, float)}
-            for each in self._loggers:
-                each.log(numbers, self._step, line["time"])
+            for tool in self._loggers:
+                tool.log(numbers, self._step, line["time"])
 
 
 def _written_again(line: str) -> bool:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: one step in so many is timed by sections, without stopping the device."""
+"""Where the time of a step goes: one step in ``EVERY`` is timed by sections, without stopping the device."""
 
 from __future__ import annotations
 
@@ -61,21 +61,25 @@ class StepTimes:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Take no marks inside this context: what runs there is a trial, or is captured."""
-        running, self._running = self._running, False
+        was_running = self._running
+        self._running = False
         try:
             yield
         finally:
-            self._running = running
+            self._running = was_running
 
     def totals(self, wait: bool = True) -> dict[str, float]:
         """Return the seconds in each section of the steps that were timed; with ``wait``, of all of them."""
-        cuda = self.device.type == "cuda"
-        if cuda and wait and self._marks:
-            self._marks[-1][0].synchronize()
-        while len(self._marks) > 1 and (not cuda or self._marks[1][0].query()):
-            (before, _), (moment, section) = self._marks[:2]
+        on_cuda = self.device.type == "cuda"
+        if on_cuda and wait and self._marks:
+            last, _ = self._marks[-1]
+            last.synchronize()
+        while len(self._marks) > 1:
+            (begin, _), (end, section) = self._marks[:2]
+            if on_cuda and not end.query():
+                break
             if section is not None:
-                self._seconds[section] += before.elapsed_time(moment) / 1000 if cuda else moment - before
+                self._seconds[section] += begin.elapsed_time(end) / 1000 if on_cuda else end - begin
             del self._marks[0]
         return dict(self._seconds)
 
