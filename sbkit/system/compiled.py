@@ -22,6 +22,7 @@ class Unavailable(Exception):
 
 
 def installed_compiler() -> str | None:
+    """Return the path of a C compiler, ``$CC`` if it is set; None if there is none."""
     return next(filter(None, map(shutil.which, [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"])), None)
 
 
@@ -33,11 +34,12 @@ def find_compiler() -> str:
 
 
 def run_compiler(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        raise Unavailable(f"{Path(command[0]).name} failed: {lines[0] if lines else done.returncode}")
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+    if process.returncode:
+        messages = process.stderr.splitlines()
+        errors = [line for line in messages if "error" in line] or messages
+        raise Unavailable(f"{Path(command[0]).name} failed: {errors[0] if errors else process.returncode}")
+    return process.stdout
 
 
 def cached_library(parts: Iterable[str], build: Callable[[Path], Path]) -> Path:

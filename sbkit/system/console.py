@@ -39,19 +39,28 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "
     train  1200
     dev      80
     """
-    cells = [["" if value is None else f"{value:.2f}" if isinstance(value, float) else printable(str(value))
-              for value in row] for row in rows]
-    widths = [max([len(h), *(len(row[i]) for row in cells)]) for i, h in enumerate(headers)]
-    numeric = [
-        bool(cells) and all(row[i].rstrip("%x").replace(",", "").replace(".", "", 1).lstrip("-").isdigit()
-                            for row in cells if row[i]) for i in range(len(headers))
-    ]
+    cells = [[_cell(value) for value in row] for row in rows]
+    columns = [[row[i] for row in cells] for i in range(len(headers))]
+    widths = [max(map(len, [header, *column])) for header, column in zip(headers, columns, strict=True)]
+    are_numbers = [bool(column) and all(_is_number(cell) for cell in column if cell) for column in columns]
 
     def line(values: Sequence[str]) -> str:
-        parts = [v.rjust(w) if n else v.ljust(w) for v, w, n in zip(values, widths, numeric, strict=True)]
+        parts = [value.rjust(width) if is_number else value.ljust(width)
+                 for value, width, is_number in zip(values, widths, are_numbers, strict=True)]
         return (indent + "  ".join(parts)).rstrip()
 
-    return "\n".join([line(headers), line(["-" * w for w in widths]), *map(line, cells)])
+    return "\n".join([line(headers), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else printable(str(value))
+
+
+def _is_number(cell: str) -> bool:
+    """Return whether a cell is a number, such as -1,200.5, 12 % or 2.0x."""
+    return cell.rstrip("%x").replace(",", "").replace(".", "", 1).lstrip("-").isdigit()
 
 
 def time_span(seconds: float) -> str:
@@ -60,8 +69,12 @@ def time_span(seconds: float) -> str:
     >>> time_span(0.2772), time_span(75), time_span(1200), time_span(27 * 3600)
     ('0.28 s', '75 s', '20 min', '27 h')
     """
-    unit, size = next(((unit, size) for unit, size in (("h", 3600), ("min", 60)) if seconds >= 1.5 * size), ("s", 1))
-    value = seconds / size
+    if seconds >= 1.5 * 3600:
+        value, unit = seconds / 3600, "h"
+    elif seconds >= 1.5 * 60:
+        value, unit = seconds / 60, "min"
+    else:
+        value, unit = seconds, "s"
     return f"{value:,.0f} {unit}" if value >= 9.95 or not value else f"{max(value, 0.001):.2g} {unit}"
 
 
@@ -83,18 +96,19 @@ class _Bar(tqdm):
     _due = 0.0  # when the next line is, without a terminal
 
     def display(self, *args: Any, **kwargs: Any) -> None:  # as tqdm's
-        closing, now = self.disable, time.monotonic()
+        is_closing = self.disable
+        now = time.monotonic()
         self._due = self._due or now + LINE_SECONDS
-        took = "took {elapsed}" if closing or not self.total else "{remaining} left"
+        took = "took {elapsed}" if is_closing or not self.total else "{remaining} left"
         if self.fp.isatty():
-            bar, done = ("{percentage:3.0f}%|{bar}| ", "{n_fmt}/{total_fmt}") if self.total else ("", "{n_fmt}")
-            self.bar_format = f"{{desc}} {bar}{done}, {took}, {{rate_fmt}}{{postfix}}"
+            count = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}" if self.total else "{n_fmt}"
+            self.bar_format = f"{{desc}} {count}, {took}, {{rate_fmt}}{{postfix}}"
             super().display(*args, **kwargs)
-        elif closing or now >= self._due:
+        elif is_closing or now >= self._due:
             self._due = now + LINE_SECONDS
-            done = "{n_fmt}/{total_fmt} ({percentage:.0f} %)" if self.total else "{n_fmt}"
-            self.bar_format = f"{{desc}}: {done}, {took}, {{rate_fmt}}"
-            self.fp.write(f"{self}" if closing else f"{self}\n")
+            count = "{n_fmt}/{total_fmt} ({percentage:.0f} %)" if self.total else "{n_fmt}"
+            self.bar_format = f"{{desc}}: {count}, {took}, {{rate_fmt}}"
+            self.fp.write(f"{self}" if is_closing else f"{self}\n")
 
 
 class LastingStream(io.FileIO):
@@ -102,13 +116,15 @@ class LastingStream(io.FileIO):
 
     def __init__(self, fd: int, lost: bool = False):
         super().__init__(fd, "w", closefd=False)
-        self.lost, self._line = lost, b""
+        self.lost = lost
+        self._line = b""  # the last line, until it ends
 
     def write(self, data: Any) -> int:  # whatever has bytes, as io's own
         """Write to the file, or keep the lines for the log."""
         if not self.lost:
             try:
-                if (count := super().write(data)) is not None:
+                count = super().write(data)
+                if count is not None:
                     return count
             except OSError:
                 self.lost = True
@@ -268,7 +284,7 @@ class LogFile(logging.FileHandler):
                     handler.lock.release()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
+        _, error, _ = sys.exc_info()
         failure = (disk.disk_error(error) or error) if error else None
         if not isinstance(failure, OSError):
             super().handleError(record)
@@ -352,7 +368,7 @@ def remove_partials(folder: Path) -> None:
 def stored_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a JSON object that sbkit wrote; return an empty one if the file is missing or damaged."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

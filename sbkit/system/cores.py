@@ -25,9 +25,9 @@ def thread_limit() -> int | None:
 
     ``OMP_NUM_THREADS`` decides, as for torch.
     """
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is one for each level of nesting
-    if given.isdecimal() and int(given):
-        return int(given)
+    threads, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")  # a list is one for each level of nesting
+    if threads.isdecimal() and int(threads):
+        return int(threads)
     cores = usable_cores()
     return cores if cores < (os.cpu_count() or 1) else None
 
@@ -43,10 +43,14 @@ def limit_torch_threads() -> None:
 def quotas() -> Iterator[float]:
     """Yield the quotas in cores of this process's control group and all its parents."""
     for folder, is_v2 in control_groups("cpu"):
-        quota = (_read(folder / "cpu.max") if is_v2 else
-                 _read(folder / "cpu.cfs_quota_us") + " " + _read(folder / "cpu.cfs_period_us")).split()
-        if len(quota) == 2 and all(map(str.isdecimal, quota)) and int(quota[1]):  # not "max", not -1
-            yield int(quota[0]) / int(quota[1])
+        if is_v2:
+            words = _read(folder / "cpu.max").split()
+        else:
+            words = [*_read(folder / "cpu.cfs_quota_us").split(), *_read(folder / "cpu.cfs_period_us").split()]
+        if len(words) == 2 and all(map(str.isdecimal, words)):  # not "max", not -1
+            quota, period = map(int, words)
+            if period:
+                yield quota / period
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
@@ -63,9 +67,9 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
         folder = mount / path.strip("/")
         if ".." in folder.parts or not folder.is_dir():  # a container's root has the host's name for it
             folder = mount
-        for each in (folder, *folder.parents):
-            yield each, not controllers
-            if each == mount:
+        for group in (folder, *folder.parents):
+            yield group, not controllers
+            if group == mount:
                 break
 
 

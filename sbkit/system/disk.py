@@ -72,8 +72,10 @@ def sync_file_system(path: str | os.PathLike[str]) -> None:
         return
     handle = os.open(path, os.O_RDONLY)
     try:
-        if call(handle) and (number := ctypes.get_errno()) in ERRORS:
-            raise OSError(number, os.strerror(number), os.fspath(path))
+        if call(handle):
+            number = ctypes.get_errno()
+            if number in ERRORS:
+                raise OSError(number, os.strerror(number), os.fspath(path))
     finally:
         os.close(handle)
 
@@ -93,12 +95,12 @@ def disk_errors_as_user_error(path: str | os.PathLike[str], called: str = "") ->
     except SbkitError:
         raise
     except Exception as error:
-        found = disk_error(error)
-        if found is None:
+        cause = disk_error(error)
+        if cause is None:
             raise
-        name = found.filename if found.filename and os.path.isdir(path) else path
-        hint = "choose another place" if found.errno == errno.EROFS else HINT
-        raise SbkitError(explain(found, name, called=called if name == path else ""), hint=hint) from error
+        name = cause.filename if cause.filename and os.path.isdir(path) else path
+        hint = "choose another place" if cause.errno == errno.EROFS else HINT
+        raise SbkitError(explain(cause, name, called=called if name == path else ""), hint=hint) from error
 
 
 @contextlib.contextmanager
@@ -117,14 +119,14 @@ def disk_error(error: BaseException) -> OSError | None:
 
     Libraries in Rust, such as safetensors, raise their own errors, which end with the kernel's error number.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in ERRORS:
-            return seen
-        number = re.search(r"\(os error (\d+)\)", str(seen))
-        if number is not None and int(number[1]) in ERRORS:
-            return OSError(int(number[1]), os.strerror(int(number[1])))
-        seen = seen.__cause__ or seen.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in ERRORS:
+            return cause
+        match = re.search(r"\(os error (\d+)\)", str(cause))
+        if match is not None and int(match[1]) in ERRORS:
+            return OSError(int(match[1]), os.strerror(int(match[1])))
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
@@ -132,7 +134,8 @@ def explain(error: OSError, path: str | os.PathLike[str], needed: float | None =
     """Describe a disk error: the file, the reason, the space needed and the space that is free."""
     what = "could not be read or written" if error.errno == errno.EIO else "could not be written"
     needs = "" if needed is None else f"it needs about {size(needed)}, "
-    reason, largest = os.strerror(error.errno or 0), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    reason = os.strerror(error.errno or 0)
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if error.errno == errno.EFBIG and largest != resource.RLIM_INFINITY:
         reason += f", as files may only have {size(largest)} here: raise that by ulimit -f"
     left = f"free in {os.fspath(path)}: " if called else "free: "
@@ -142,7 +145,8 @@ def explain(error: OSError, path: str | os.PathLike[str], needed: float | None =
         left += "unknown"
     else:
         left += size(free(Path(path)))
-        left += "" if not files.f_files or files.f_favail else ", but it can hold no more files"
+        if files.f_files and not files.f_favail:
+            left += ", but it can hold no more files"
     return f"{called or os.fspath(path)} {what}: {reason} ({needs}{left})"
 
 
@@ -151,7 +155,8 @@ def check_writable(path: Path, option: str) -> None:
     try:
         if path.is_dir():
             raise SbkitError(f"{path} is a folder", hint=f"name a file with {option}")
-        tempfile.TemporaryFile(dir=next(each for each in path.absolute().parents if each.exists())).close()
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise unwritable(path, option, error) from error
 
@@ -186,8 +191,8 @@ def link_or_copy(path: Path, name: Path) -> None:
 
 def free(path: Path) -> int:
     """Return the bytes that are free on the disk of ``path``, which need not exist yet."""
-    found = os.statvfs(nearest_folder(path))
-    return found.f_bavail * found.f_frsize
+    file_system = os.statvfs(nearest_folder(path))
+    return file_system.f_bavail * file_system.f_frsize
 
 
 def nearest_folder(path: Path) -> Path:

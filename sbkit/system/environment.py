@@ -33,12 +33,18 @@ def version_of(package: str) -> str | None:
 def onnxruntimes() -> dict[str, str]:
     """Return the installed builds of ONNX Runtime with their versions. They overwrite each other in the folder that is
     imported, so more than one is a broken installation."""
-    found: dict[str, dict[str, str]] = {}
-    for each in metadata.distributions():  # in the order in which Python looks for modules
-        names = each.read_text("top_level.txt")
-        if "onnxruntime" in names.split() if names else each.name in ("onnxruntime", "onnxruntime-gpu"):
-            found.setdefault(os.path.realpath(str(each.locate_file("onnxruntime"))), {})[each.name] = each.version
-    return dict(sorted(next(iter(found.values()), {}).items()))
+    versions_in: dict[str, dict[str, str]] = {}  # folder of the module -> package -> version
+    for distribution in metadata.distributions():  # in the order in which Python looks for modules
+        modules = distribution.read_text("top_level.txt")
+        if modules:
+            has_module = "onnxruntime" in modules.split()
+        else:
+            has_module = distribution.name in ("onnxruntime", "onnxruntime-gpu")
+        if has_module:
+            folder = os.path.realpath(str(distribution.locate_file("onnxruntime")))
+            versions_in.setdefault(folder, {})[distribution.name] = distribution.version
+    imported = next(iter(versions_in.values()), {})
+    return dict(sorted(imported.items()))
 
 
 def check_torch(torch: str | None = None, torchaudio: str | None = None) -> None:
@@ -84,14 +90,15 @@ def describe() -> dict[str, str]:
 
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        facts["gpu"] = ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
+        facts["gpu"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     return facts
 
 
 @functools.cache
 def packages() -> list[str]:
     """Return the installed packages with their versions, in alphabetical order."""
-    installed = {str(each["Name"]): each["Version"] for each in (one.metadata for one in metadata.distributions())}
+    distributions = [distribution.metadata for distribution in metadata.distributions()]
+    installed = {str(fields["Name"]): fields["Version"] for fields in distributions}
     return [f"{name}=={installed[name]}" for name in sorted(installed, key=str.lower)]
 
 

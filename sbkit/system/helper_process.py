@@ -20,7 +20,7 @@ _SWITCH = "PYTHONSAFEPATH"
 _LONGEST_FOLDER = 75
 HOME = str(Path(__file__).resolve().parents[2])
 #: Only ``sys`` and ``runpy`` are imported before the path is right; "" means the working directory.
-_RUN = ("import sys; sys.path[:] = [each for each in sys.path if each]; home, module = sys.argv[1:3]; "
+_RUN = ("import sys; sys.path[:] = [entry for entry in sys.path if entry]; home, module = sys.argv[1:3]; "
         "del sys.argv[1:3]; home in sys.path or sys.path.insert(0, home); "
         "import runpy; runpy.run_module(module, run_name='__main__', alter_sys=True)")
 
@@ -33,10 +33,12 @@ def command(module: str) -> list[str]:
 def environment(names: Iterable[str] | None = None) -> dict[str, str]:
     """Return this process's environment, or only the named variables and PYTHONPATH, without empty path entries, which
     mean the working directory."""
-    passed = dict(os.environ) if names is None else {name: os.environ[name] for name in names if name in os.environ}
-    path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-    passed.pop("PYTHONPATH", None)
-    return passed | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
+    variables = {name: os.environ[name] for name in (os.environ if names is None else names) if name in os.environ}
+    variables.pop("PYTHONPATH", None)
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if path:
+        variables["PYTHONPATH"] = os.pathsep.join(path)
+    return variables
 
 
 @contextlib.contextmanager
@@ -47,7 +49,8 @@ def without_working_directory() -> Iterator[None]:
     Python 3.10 has no switch for that.
     """
     if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:  # for a socket's path, as with some job schedulers
-        folder, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        folder = tempfile.tempdir
+        tempfile.tempdir = "/tmp"
         with contextlib.suppress(OSError):  # multiprocessing then reports it itself
             multiprocessing.util.get_temp_dir()  # created once per process, and kept
         tempfile.tempdir = folder

@@ -117,13 +117,14 @@ def _sizes(file: str) -> dict[str, int]:
 
 def _containers() -> list[tuple[int, int]]:
     """Return (limit, used) of each control group of this process that has a limit; cached files don't count."""
-    found = []
+    groups = []
     for folder, is_v2 in control_groups("memory"):
         limit, used, cache = _OF_VERSION_2 if is_v2 else _OF_VERSION_1
         try:
             limit_bytes = int((folder / limit).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            found.append((limit_bytes, int((folder / used).read_text()) - int(stat.get(cache, 0))))
+            used_bytes = int((folder / used).read_text()) - int(stat.get(cache, 0))
+            groups.append((limit_bytes, used_bytes))
         except (OSError, ValueError):  # no such file here, or the limit is "max"
             continue
-    return found
+    return groups

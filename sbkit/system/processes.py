@@ -52,7 +52,8 @@ def child(command: Sequence[str], environment: dict[str, str] | None = None, out
 
 def ended_by(number: int) -> str:
     """Return the name of the signal that ended a process, or its number: most real-time signals have no name."""
-    return {each.value: each.name for each in signal.Signals}.get(number, f"signal {number}")
+    names = {named.value: named.name for named in signal.Signals}
+    return names.get(number, f"signal {number}")
 
 
 def machine() -> str:
@@ -79,8 +80,8 @@ def born(pid: int) -> str | None:
         except OSError:
             return None
         return None if state in "ZX" else rest[18]  # a zombie is dead
-    found = subprocess.run(["ps", "-p", str(pid), "-o", "lstart="], capture_output=True, text=True)
-    return found.stdout.strip() or None
+    ps = subprocess.run(["ps", "-p", str(pid), "-o", "lstart="], capture_output=True, text=True)
+    return ps.stdout.strip() or None
 
 
 def session_seconds(session: int) -> tuple[float, float]:
@@ -89,10 +90,10 @@ def session_seconds(session: int) -> tuple[float, float]:
     ticks = waited = 0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            _, _, _, own, *rest = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            if int(own) == session:
-                ticks += sum(map(int, rest[7:11]))
-                waited += sum(int(each.read_text().split()[1]) for each in file.parent.glob("task/*/schedstat"))
+            fields = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))  # in user and kernel mode, of itself and of ended children
+                waited += sum(int(thread.read_text().split()[1]) for thread in file.parent.glob("task/*/schedstat"))
     return ticks / os.sysconf("SC_CLK_TCK"), waited / 1e9
 
 

@@ -66,7 +66,7 @@ class String(NamedTuple):
 
     def __contains__(self, value: object) -> bool:
         return (isinstance(value, str) and self.min_length <= len(value) <= self.max_length
-                and not any("\ud800" <= each <= "\udfff" for each in value)
+                and not any("\ud800" <= character <= "\udfff" for character in value)
                 and (self.pattern is None or re.fullmatch(self.pattern, value) is not None))
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Array(NamedTuple):
 
     def __contains__(self, value: object) -> bool:
         return (isinstance(value, (list, tuple)) and self.min_items <= len(value) <= self.max_items
-                and all(each in self.items for each in value))
+                and all(item in self.items for item in value))
 
     def __str__(self) -> str:
         return self.what or f"a list of {self.min_items} to {self.max_items:,}, each {self.items}"
@@ -99,7 +99,7 @@ class Object(NamedTuple):
 
     def __contains__(self, value: object) -> bool:
         return (isinstance(value, dict) and len(value) >= self.min_items and all(key in self.keys for key in value)
-                and (self.values is None or all(each in self.values for each in value.values())))
+                and (self.values is None or all(item in self.values for item in value.values())))
 
     def __str__(self) -> str:
         parts = (f"{what} are each {schema}" for what, schema in (("keys", self.keys), ("values", self.values))
@@ -115,12 +115,14 @@ class Record(NamedTuple):
     """Whether it must have all of them."""
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, dict) and value.keys() <= self.of.keys() and (
-            not self.needed or value.keys() == self.of.keys()) and all(each in self.of[key]
-                                                                       for key, each in value.items())
+        if not isinstance(value, dict) or not value.keys() <= self.of.keys():
+            return False
+        if self.needed and value.keys() != self.of.keys():
+            return False
+        return all(item in self.of[key] for key, item in value.items())
 
     def __str__(self) -> str:
-        return "an object of " + " and ".join(f"{key} ({each})" for key, each in self.of.items())
+        return "an object of " + " and ".join(f"{key} ({schema})" for key, schema in self.of.items())
 
 
 class Enumerated(NamedTuple):
@@ -172,12 +174,12 @@ def require(what: str, value: object, allowed: Schema) -> None:
 
 
 def texts(what: str, value: object) -> list[str]:
-    """A list of texts, from one text or several.
+    """Return a list of texts, from one text or several.
 
     >>> texts("corpus: only", "test"), texts("corpus: only", ["train", "dev"])
     (['test'], ['train', 'dev'])
     """
-    several = [value] if isinstance(value, str) else value
-    if not isinstance(several, Sequence) or not all(isinstance(one, str) for one in several):
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
         raise SbkitError(f"{what} is {value!r}", hint="it must be a text, or a list of texts")
-    return list(several)
+    return list(items)

@@ -126,22 +126,9 @@ def load_tensors(path: str | os.PathLike[str], device: Any = "cpu", mmap: bool =
     import torch
 
     check_torch(torch.__version__)
-    # torch searches its message of a class in a time that grows with the square of its name: hours for a megabyte.
-    named = ""
-    # What else is wrong with a file is torch's to say.
-    with contextlib.ExitStack() as opened, contextlib.suppress(Exception):
-        if zipfile.is_zipfile(path):
-            archive = opened.enter_context(zipfile.ZipFile(path))
-            pickles = [opened.enter_context(archive.open(name)) for name in archive.namelist()
-                       if name.endswith("data.pkl")]
-        else:  # of torch before 1.6: one behind the other
-            pickles = [opened.enter_context(open_regular(path))] * 5
-        for each in pickles:
-            for operation, value, _ in pickletools.genops(each):
-                if operation.name in ("GLOBAL", "INST") and len(str(value)) > _MAX_NAME:
-                    named = str(value)
-    if named:
-        raise pickle.UnpicklingError(f"GLOBAL {named[:_MAX_NAME]}")
+    class_name = _overlong_class(path)
+    if class_name:
+        raise pickle.UnpicklingError(f"GLOBAL {class_name[:_MAX_NAME]}")
     try:
         return torch.load(path, map_location=device, weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except (OSError, pickle.UnpicklingError):
@@ -150,6 +137,27 @@ def load_tensors(path: str | os.PathLike[str], device: Any = "cpu", mmap: bool =
         if is_out_of_memory(error):
             raise
         raise ValueError(summary(error)) from error
+
+
+def _overlong_class(path: str | os.PathLike[str]) -> str:
+    """Return a class that a file of ``torch.save`` names, if its name is overlong; empty if there is none.
+
+    torch searches its message of a class in a time that grows with the square of its name: hours for a megabyte.
+    """
+    class_name = ""
+    # What else is wrong with a file is torch's to say.
+    with contextlib.ExitStack() as opened, contextlib.suppress(Exception):
+        if zipfile.is_zipfile(path):
+            archive = opened.enter_context(zipfile.ZipFile(path))
+            pickles = [opened.enter_context(archive.open(name)) for name in archive.namelist()
+                       if name.endswith("data.pkl")]
+        else:  # torch before 1.6 wrote five pickles one after the other
+            pickles = [opened.enter_context(open_regular(path))] * 5
+        for file in pickles:
+            for operation, value, _ in pickletools.genops(file):
+                if operation.name in ("GLOBAL", "INST") and len(str(value)) > _MAX_NAME:
+                    class_name = str(value)
+    return class_name
 
 
 def standard_input(what: str, hint: str) -> TextIO:
