@@ -78,7 +78,7 @@ class Json(Captions):
 
 
 class TerminalCaptions(Captions):
-    """Rewrites the line in progress in a terminal, with words that may change in dim letters; … while nobody speaks.
+    """Rewrites the line in progress in a terminal, with words that may change in dim letters; … during silence.
 
     Only rows that have words that may change are rewritten.
 
@@ -91,54 +91,69 @@ class TerminalCaptions(Captions):
         self._space = space
         self._dims = not os.environ.get("NO_COLOR")
         self._silence = f"{_DIM}…{_NORMAL}" if self._dims else "…"
-        self._kept = 0  # words in rows that are final
-        self._drawn = [""]  # the rows after those
+        self._final_words = 0  # words of the line in rows that never change again
+        self._drawn = [""]  # the rows below those
 
     def show(self, line: TranscriptLine) -> None:
-        words, settled = [word.text for word in line.words[self._kept :]], len(line.settled) - self._kept
+        words = [word.text for word in line.words[self._final_words :]]
+        settled = len(line.settled) - self._final_words
+        rows = self._wrap(words)
+        self._draw([self._row_text(row, settled) for row in rows] if line.words else [self._silence])
+        if line.complete:
+            self._out.write("\n")
+            self._begin_line()
+        else:
+            self._freeze_rows(rows, settled)
+        self._out.flush()
+
+    def _wrap(self, words: list[str]) -> list[list[_CaptionPart]]:
+        """Break words into rows of the terminal's width; a word that is wider than a row continues in the next."""
         width = max(2, shutil.get_terminal_size().columns - 1)
         rows: list[list[_CaptionPart]] = [[]]
         used = 0  # cells of the last row
         for number, word in enumerate(words):
-            parts = [""]  # of at most ``width`` cells
-            for character in word:
-                shown = "\ufffd" if unicodedata.category(character) == "Cc" else character
-                if parts[-1] and _cells(parts[-1] + shown) > width:
-                    parts.append("")
-                parts[-1] += shown
-            for place, part in enumerate(parts):
-                gap = len(self._space) if rows[-1] and not place else 0
-                if rows[-1] and used + gap + _cells(part) > width:
+            for part_number, text in enumerate(_split(word, width)):
+                begins = part_number == 0
+                gap = len(self._space) if rows[-1] and begins else 0
+                if rows[-1] and used + gap + _cells(text) > width:
                     rows.append([])
                     used = gap = 0
-                rows[-1].append(_CaptionPart(part, number, not place))
-                used += gap + _cells(part)
-        texts = [] if line.words else [self._silence]
-        for row in rows if line.words else []:
-            text, dim = "", False
-            for piece in row:
-                text += self._space if text and piece.begins else ""
-                if self._dims and not dim and piece.word >= settled:
-                    text, dim = text + _DIM, True
-                text += piece.text
-            texts.append(text + _NORMAL * dim)
-        self._draw(texts)
-        if line.complete:
-            self._out.write("\n")
-            self._kept, self._drawn = 0, [""]
-        else:
-            final = max((i for i, row in enumerate(rows) if i and row[0].begins and row[0].word < settled), default=0)
-            if final:
-                self._kept += rows[final][0].word
-                self._drawn = self._drawn[final:]
-        self._out.flush()
+                rows[-1].append(_CaptionPart(text, number, begins))
+                used += gap + _cells(text)
+        return rows
+
+    def _row_text(self, row: list[_CaptionPart], settled: int) -> str:
+        """Join a row; the words after the first ``settled`` ones are dim."""
+        text = ""
+        dim = False
+        for part in row:
+            if text and part.begins:
+                text += self._space
+            if self._dims and not dim and part.word >= settled:
+                text += _DIM
+                dim = True
+            text += part.text
+        return text + _NORMAL if dim else text
+
+    def _freeze_rows(self, rows: list[list[_CaptionPart]], settled: int) -> None:
+        """Leave out of later drawings the rows above the last one that begins with a settled word."""
+        for number in range(len(rows) - 1, 0, -1):
+            first = rows[number][0]
+            if first.begins and first.word < settled:
+                self._final_words += first.word
+                self._drawn = self._drawn[number:]
+                return
+
+    def _begin_line(self) -> None:
+        self._final_words = 0
+        self._drawn = [""]
 
     def close(self) -> None:
         if self._drawn == [self._silence]:
             self._draw([""])
         if self._drawn != [""]:
             self._out.write("\n")
-            self._kept, self._drawn = 0, [""]
+            self._begin_line()
             self._out.flush()
 
     def _draw(self, rows: list[str]) -> None:
@@ -153,9 +168,23 @@ class _CaptionPart(NamedTuple):
 
     text: str
     word: int
+    """The word's number."""
     begins: bool
+    """Whether the word begins with this part."""
+
+
+def _split(word: str, width: int) -> list[str]:
+    """Split a word into parts of at most ``width`` cells; control characters become replacement characters."""
+    parts = [""]
+    for character in word:
+        shown = "\ufffd" if unicodedata.category(character) == "Cc" else character
+        if parts[-1] and _cells(parts[-1] + shown) > width:
+            parts.append("")
+        parts[-1] += shown
+    return parts
 
 
 def _cells(text: str) -> int:
-    return sum(_WIDE.get(unicodedata.east_asian_width(each), 1) for each in text
-               if unicodedata.category(each) not in _NO_CELL)
+    """The cells of a terminal that a text takes."""
+    return sum(_WIDE.get(unicodedata.east_asian_width(character), 1) for character in text
+               if unicodedata.category(character) not in _NO_CELL)
