@@ -38,10 +38,13 @@ class BeamSearch(TokenSearch):
 
     def _search_spans(self, batch: Events, weights: FusionWeights, nbest: int
                       ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
-        found = CTCSearch(self.fusion, weights, max(self.beam, self.nbest), self.width).run(batch, nbest)
-        flat = [each for hypotheses in found for each in hypotheses]
-        spans = iter(spans_of(batch, [each.tokens for each in flat], [each.events for each in flat]))
-        return [[(each, next(spans)) for each in hypotheses] for hypotheses in found]
+        search = CTCSearch(self.fusion, weights, max(self.beam, self.nbest), self.width)
+        transcripts = search.run(batch, nbest)
+        # Spans are found for the whole batch at once.
+        flat = [hypothesis for hypotheses in transcripts for hypothesis in hypotheses]
+        spans = iter(spans_of(batch, [hypothesis.tokens for hypothesis in flat],
+                              [hypothesis.events for hypothesis in flat]))
+        return [[(hypothesis, next(spans)) for hypothesis in hypotheses] for hypotheses in transcripts]
 
     def stream(self, spelling: Spelling) -> BeamStream[EventStream]:
         if len(self.pieces) != len(spelling.symbols):
@@ -59,54 +62,64 @@ class EventStream:
     """
 
     def __init__(self, spelling: Spelling, blank_id: int, threshold: float, max_tokens: int):
-        self._spelling, labels = spelling, len(spelling.symbols)
-        self._options = (blank_id, threshold, max_tokens)
-        self._before = np.zeros((0, labels), np.float32)  # the last known frame, whose token the next may continue
+        self._spelling = spelling
+        self._blank_id = blank_id
+        self._threshold = threshold
+        self._max_tokens = max_tokens
+        labels = len(spelling.symbols)
+        self._last_frame = np.zeros((0, labels), np.float32)  # of those known; the next may continue its token
         self.source = FramesOfStream()
         none = np.zeros(0, np.int64)
-        self.kept = Events(first=np.zeros(2, np.int64), offset=np.zeros(1), frame=none, run=none,
-                           pause=np.zeros(0, bool), blank=np.zeros(0), begin=np.zeros(1, np.int64), token=none,
-                           prob=np.zeros(0), labels=labels)
+        self.events = Events(first=np.zeros(2, np.int64), offset=np.zeros(1), frame=none, run=none,
+                             pause=np.zeros(0, bool), blank=np.zeros(0), begin=np.zeros(1, np.int64), token=none,
+                             prob=np.zeros(0), labels=labels)
         """All events that were not dropped, as one utterance; frames count from the stream's first."""
 
     @property
     def frame(self) -> np.ndarray:
-        return self.kept.frame
+        return self.events.frame
 
     def feed(self, log_probs: np.ndarray) -> None:
         """Add the events of log-probabilities [T, V]."""
         self._spelling.check(log_probs)
-        blank, first = self._options[0], self.source.known
-        frames, near = self.source.feed(log_probs, log_probs.max(1, initial=-np.inf) > log_probs[:, blank])
+        first_frame = self.source.known
+        spoken = log_probs.max(1, initial=-np.inf) > log_probs[:, self._blank_id]
+        frames, near = self.source.feed(log_probs, spoken)
         if not len(frames):
             return
         frames = frames.astype(np.float32)
-        frames[~near], frames[~near, blank] = -np.inf, 0.0
-        known, several = len(self._before), np.concatenate([self._before, frames])
-        more = events(several[None], np.array([len(several)]), *self._options, near=np.ones((1, len(several)), bool))
-        run = self.kept.run.copy()
-        if known and len(more.frame) and not more.frame[0]:  # the last frame has tokens, so it has an event already
+        frames[~near] = -np.inf
+        frames[~near, self._blank_id] = 0.0
+
+        # The last frame of the call before is looked at again: its token may continue.
+        overlap = len(self._last_frame)
+        frames = np.concatenate([self._last_frame, frames])
+        new = events(frames[None], np.array([len(frames)]), self._blank_id, self._threshold, self._max_tokens,
+                     near=np.ones((1, len(frames)), bool))
+        run = self.events.run.copy()
+        if overlap and len(new.frame) and new.frame[0] == 0:  # it has tokens, so it has an event already
             if len(run):
-                run[-1] += more.run[0] - 1
-            more = more.between(1, len(more.frame))
-        more = replace(more, frame=more.frame.astype(np.int64) + first - known, offset=np.zeros(1))
-        joined = Events.join([replace(self.kept, run=run), more])
-        self.kept = replace(joined, first=np.array([0, len(joined.frame)]), offset=np.zeros(1))
-        self._before = several[-1:].copy()
+                run[-1] += new.run[0] - 1
+            new = new.between(1, len(new.frame))
+        new = replace(new, frame=new.frame.astype(np.int64) + first_frame - overlap, offset=np.zeros(1))
+        joined = Events.join([replace(self.events, run=run), new])
+        self.events = replace(joined, first=np.array([0, len(joined.frame)]), offset=np.zeros(1))
+        self._last_frame = frames[-1:].copy()
 
     def drop(self, count: int) -> None:
-        kept = self.kept.between(count, len(self.kept.frame))
+        rest = self.events.between(count, len(self.events.frame))
         # Copies: views would keep what was dropped in memory.
-        self.kept = replace(kept, **{name: getattr(kept, name).copy()
-                                     for name in ("frame", "run", "pause", "blank", "token", "prob")})
+        self.events = replace(rest, **{name: getattr(rest, name).copy()
+                                       for name in ("frame", "run", "pause", "blank", "token", "prob")})
 
 
 class CTCLine(LineSearch[EventStream], CTCSearch):
     """Searches a line of a stream in CTC's events."""
 
     def _load_events(self) -> None:
-        self.events = self.stream.kept
+        self.events = self.stream.events
         self.token = self.events.token.astype(np.int64, copy=False)
 
     def _spans(self, tokens: np.ndarray, events: np.ndarray, probs: np.ndarray) -> TokenSpans:
-        return spans_of(self.stream.kept.between(0, self.searched), [tokens], [events])[0]
+        [spans] = spans_of(self.stream.events.between(0, self.searched), [tokens], [events])
+        return spans

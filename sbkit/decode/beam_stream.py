@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
@@ -10,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from sbkit.decode.posteriors import FramesOfStream
-from sbkit.decode.prefix_search import EMPTY_HISTORY, Beams, Search
+from sbkit.decode.prefix_search import Beams, History, Search
 from sbkit.decode.spans import Spelling, TokenSpans, Word
 from sbkit.decode.streaming import StreamResult, StreamSearch, count_settled
 
@@ -42,16 +41,20 @@ class LineSearch(Search, Generic[S]):
     """
 
     rank: np.ndarray
-    history: list[tuple[np.ndarray, ...]]
+    history: list[History]
     beams: Beams
     start: int  # frame at which the line began
     searched: int  # events of the line that were searched and not dropped
 
     def begin(self, stream: S, frame: int) -> None:
         """Begin a line at a frame, with the events from there on."""
-        self.stream, self.start, self.searched = stream, frame, 0
-        self.rank, self.scale = np.zeros(1, np.int64), np.zeros(1)
-        self.history, self.nodes = [EMPTY_HISTORY], 1
+        self.stream = stream
+        self.start = frame
+        self.searched = 0
+        self.rank = np.zeros(1, np.int64)
+        self.scale = np.zeros(1)
+        self.history = [History.empty()]
+        self.nodes = 1
         self.beams = self._start(1)
 
     def step(self) -> None:
@@ -73,73 +76,98 @@ class LineSearch(Search, Generic[S]):
         """The scores [M] of the hypotheses if the line continues."""
         beams = self.beams
         with np.errstate(divide="ignore"):
-            return np.log(beams.blank + beams.other) + beams.text + beams.soft
+            return np.log(beams.blank + beams.other) + beams.text_score + beams.lookahead
 
     def spans_to(self, node: int) -> TokenSpans:
-        """The tokens on the path to a row of the history."""
-        return self._spans(*(column[0] for column in self._trace(np.array([node]))))
+        """The tokens on the path to a node of the history."""
+        [tokens], [events], [probs] = self._trace(np.array([node]))
+        return self._spans(tokens, events, probs)
 
     def best(self) -> int:
-        """The row in the history of the best hypothesis if the line continues."""
+        """The node of the best hypothesis if the line continues."""
         return int(self.beams.node[self.scores().argmax()])
 
     def final_spans(self) -> TokenSpans:
         """The tokens of the best transcript if the line ends here."""
-        found = self._finish([self.beams], 1)[0]
-        return self._spans(found[0].tokens, found[0].events, found[0].probs) if found else self.spans_to(0)
+        [transcripts] = self._finish([self.beams], 1)
+        if not transcripts:
+            return self.spans_to(0)
+        best = transcripts[0]
+        return self._spans(best.tokens, best.events, best.probs)
 
     # ------------------------------------------------------------- dropping
 
     def shared_path(self) -> np.ndarray:
-        """Compact the history, and return its rows that all hypotheses share."""
-        parent, *columns = (np.concatenate(column) for column in zip(*self.history, strict=True))
-        keep = np.zeros(self.nodes, bool)
-        keep[0] = True
-        rows = np.unique(self.beams.node)
-        while len(rows := rows[~keep[rows]]):
-            keep[rows] = True
-            rows = np.unique(parent[rows - 1])
-        place, rows = np.cumsum(keep) - 1, np.flatnonzero(keep[1:])
-        self.history = [(place[parent[rows]], *(column[rows] for column in columns))]
-        self.nodes = len(rows) + 1
-        self.beams.node = place[self.beams.node]
-        # What follows is about the compacted history.
-        parent, live = self.history[0][0], np.zeros(self.nodes, bool)
-        live[self.beams.node] = True
-        children, child = np.bincount(parent, minlength=self.nodes), np.zeros(self.nodes, np.int64)
+        """Compact the history, and return the nodes that all hypotheses share, from the first on."""
+        self._compact()
+        parent = self.history[0].parent
+        is_last = np.zeros(self.nodes, bool)  # of a hypothesis
+        is_last[self.beams.node] = True
+        children = np.bincount(parent, minlength=self.nodes)
+        child = np.zeros(self.nodes, np.int64)
         child[parent] = np.arange(1, self.nodes)
-        path, node = [], 0
-        while children[node] == 1 and not live[node]:
+
+        path = []
+        node = 0
+        while children[node] == 1 and not is_last[node]:
             node = int(child[node])
             path.append(node)
         return np.array(path, np.int64)
 
+    def _compact(self) -> None:
+        """Drop the nodes that lead to no hypothesis, and join the history to one part."""
+        history = History.join(self.history)
+        is_needed = np.zeros(self.nodes, bool)
+        is_needed[0] = True
+        nodes = np.unique(self.beams.node)
+        nodes = nodes[~is_needed[nodes]]
+        while len(nodes):
+            is_needed[nodes] = True
+            nodes = np.unique(history.parent[nodes - 1])
+            nodes = nodes[~is_needed[nodes]]
+
+        new_node = np.cumsum(is_needed) - 1
+        rows = np.flatnonzero(is_needed[1:])
+        self.history = [History(new_node[history.parent[rows]], history.token[rows], history.event[rows],
+                                history.prob[rows])]
+        self.nodes = len(rows) + 1
+        self.beams.node = new_node[self.beams.node]
+
     def keep_prefix_of_best(self, count: int) -> None:
         """Keep only hypotheses whose first ``count`` tokens are those of the best."""
-        last = self._rows_to(self.best())[count - 1]
-        same = [last in self._rows_to(node) for node in self.beams.node.tolist()]
-        self.beams = self.beams.take(np.flatnonzero(same))
+        last = self._path_to(self.best())[count - 1]
+        has_prefix = [last in self._path_to(node) for node in self.beams.node.tolist()]
+        self.beams = self.beams.take(np.flatnonzero(has_prefix))
 
     def cut(self, path: np.ndarray) -> None:
-        """Drop the shared rows ``path`` except the last, whose token is the first that stays."""
-        parent, token, event, probs = self.history[0]
-        gone = np.zeros(self.nodes, bool)
-        gone[path[:-1]] = True
-        place = np.cumsum(~gone) - 1
-        place[gone] = 0
-        rows, dropped = np.flatnonzero(~gone[1:]), int(event[path[-1] - 1])
-        self.history = [(place[parent[rows]], token[rows], event[rows] - dropped, probs[rows])]
-        self.nodes = len(rows) + 1
-        self.beams.node, self.beams.event = place[self.beams.node], self.beams.event - dropped
-        self.stream.drop(dropped)
-        self.searched -= dropped
+        """Drop the nodes of ``path``, which all hypotheses share, except the last: its token is the first that stays.
 
-    def _rows_to(self, node: int) -> list[int]:
-        parent, rows = np.concatenate([columns[0] for columns in self.history]), []
+        The history must be compact, as ``shared_path`` leaves it.
+        """
+        [history] = self.history
+        is_dropped = np.zeros(self.nodes, bool)
+        is_dropped[path[:-1]] = True
+        new_node = np.cumsum(~is_dropped) - 1
+        new_node[is_dropped] = 0  # the last node of the path now follows the start
+
+        rows = np.flatnonzero(~is_dropped[1:])
+        dropped_events = int(history.event[path[-1] - 1])
+        self.history = [History(new_node[history.parent[rows]], history.token[rows],
+                                history.event[rows] - dropped_events, history.prob[rows])]
+        self.nodes = len(rows) + 1
+        self.beams.node = new_node[self.beams.node]
+        self.beams.event = self.beams.event - dropped_events
+        self.stream.drop(dropped_events)
+        self.searched -= dropped_events
+
+    def _path_to(self, node: int) -> list[int]:
+        """The nodes from the first token of a hypothesis to this one."""
+        parent = History.join(self.history).parent
+        path = []
         while node:
-            rows.append(node)
+            path.append(node)
             node = int(parent[node - 1])
-        return rows[::-1]
+        return path[::-1]
 
 
 #: A line ends only if every hypothesis with recent tokens is at least this much worse than the best silent one.
@@ -161,68 +189,72 @@ class BeamStream(StreamSearch, Generic[S]):
     quick = False
 
     def __init__(self, line: LineSearch[S], events: S, spelling: Spelling):
-        self._line, self._events, self.spelling = line, events, spelling
+        self.line = line
+        self.events = events
+        self.spelling = spelling
         line.begin(events, 0)
         self._settled: list[Word] = []  # of this line, and not returned yet
         self._in_line = False  # whether a word of this line was settled
 
     def feed(self, scores: np.ndarray) -> list[StreamResult]:
         """Search a model's output for frames [T, ...]; see ``sbkit.decode.streaming.StreamSearch``."""
-        self._events.feed(scores)
-        line, results = self._line, []
-        for frame in self._events.frame[line.searched:].tolist():
+        self.events.feed(scores)
+        line = self.line
+        results = []
+        for frame in self.events.frame[line.searched:].tolist():
             results += self._close_before(frame)
-            # If no word was settled for too long: first those of the best hypothesis, then all, by ending the line.
-            for settle in (self._settle_shared, self._trust_best, self._settle_shared,
-                           functools.partial(self._end, frame)):
-                if not line.searched or frame - self._events.frame[0] < self.spelling.longest:
-                    break
-                settle()
+            self._bound_memory(frame)
             line.step()
-        results += self._close_before(self._events.source.known)
+        results += self._close_before(self.events.source.known)
         self._settle_shared()
-        partial = self._write(line.spans_to(line.best()))
-        now = self._result(partial, False, self._events.source.frames)
-        return [*results, now] if now.settled or partial or not results else results
+
+        partial = self.spelling.words(line.spans_to(line.best()))
+        now = self._result(partial, False, self.events.source.frames)
+        if now.settled or partial or not results:
+            results.append(now)
+        return results
 
     def finish(self) -> StreamResult:
-        self._end(self._events.source.frames)
-        return self._result([], self._in_line, self._events.source.frames)
+        self._end(self.events.source.frames)
+        return self._result([], self._in_line, self.events.source.frames)
 
     def _result(self, partial: list[Word], endpoint: bool, frame: int) -> StreamResult:
-        words, self._settled = self._settled, []
-        return StreamResult(words, partial, endpoint, frame * self.spelling.frame_seconds)
-
-    def _write(self, spans: TokenSpans) -> list[Word]:
-        return self.spelling.words(spans)
+        """Return the words that were settled since the last result."""
+        settled = self._settled
+        self._settled = []
+        return StreamResult(settled, partial, endpoint, frame * self.spelling.frame_seconds)
 
     # ----------------------------------------------------------------- lines
 
     def _close_before(self, frame: int) -> list[StreamResult]:
         """End the line if its pause is long enough at this frame, before which all events were searched."""
-        line, pause = self._line, self.spelling.pause
+        line = self.line
+        pause = self.spelling.pause
         if not line.searched and not self._in_line:
             return []
+
         # The last frame at which the best hypothesis, or one with nearly its score, began a token.
         scores = line.scores()
         event = int(line.beams.event[scores >= scores.max() - _END_MARGIN].max())
-        if frame - (line.start if event < 0 else int(line.stream.frame[event])) < pause:
+        last_begin = line.start if event < 0 else int(line.stream.frame[event])
+        if frame - last_begin < pause:
             return []
         ends = line.spans_to(line.best()).ends
-        end = int(ends[-1]) if len(ends) else line.start
-        if frame - end < pause:
+        last_end = int(ends[-1]) if len(ends) else line.start
+        if frame - last_end < pause:
             return []
-        self._end(self.spelling.after_pause(end))
+
+        self._end(self.spelling.after_pause(last_end))
         if not self._in_line:
             return []
-        result, self._in_line = self._result([], True, line.start), False
-        return [result]
+        self._in_line = False
+        return [self._result([], True, line.start)]
 
     def _end(self, frame: int) -> None:
         """Settle all words of the line, and start a new search at ``frame``."""
-        self._add(self._write(self._line.final_spans()))
-        self._events.drop(self._line.searched)
-        self._line.begin(self._events, frame)
+        self._add(self.spelling.words(self.line.final_spans()))
+        self.events.drop(self.line.searched)
+        self.line.begin(self.events, frame)
 
     def _add(self, words: list[Word]) -> None:
         self._settled += words
@@ -230,9 +262,24 @@ class BeamStream(StreamSearch, Generic[S]):
 
     # -------------------------------------------------------------- settling
 
+    def _bound_memory(self, frame: int) -> None:
+        """Settle words if none was settled for ``LONGEST_SECONDS``: those of the best hypothesis if that is enough,
+        otherwise all of them, by ending the line."""
+        if self._waits_too_long(frame):
+            self._settle_shared()
+        if self._waits_too_long(frame):
+            self._trust_best()
+        if self._waits_too_long(frame):
+            self._settle_shared()
+        if self._waits_too_long(frame):
+            self._end(frame)
+
+    def _waits_too_long(self, frame: int) -> bool:
+        return self.line.searched > 0 and frame - int(self.events.frame[0]) >= self.spelling.longest
+
     def _settle_shared(self) -> None:
         """Settle the words that all hypotheses share."""
-        line = self._line
+        line = self.line
         path = line.shared_path()
         if not len(path):
             return
@@ -245,7 +292,7 @@ class BeamStream(StreamSearch, Generic[S]):
 
     def _trust_best(self) -> None:
         """Drop the hypotheses that disagree with the best about the words before its last."""
-        spans = self._line.spans_to(self._line.best())
+        spans = self.line.spans_to(self.line.best())
         count, first = count_settled(self.spelling.groups(spans))
         if count:
-            self._line.keep_prefix_of_best(first + 1)
+            self.line.keep_prefix_of_best(first + 1)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,12 +28,12 @@ from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME, Joint, TransducerSearc
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NEXT = np.uint64(0x27D4EB2F165667C5)
+_TOKEN_FACTOR = np.uint64(0x27D4EB2F165667C5)  # odd, so that the last tokens mix
 
 
 @dataclass(frozen=True)
 class States:
-    """Encoder states [T, J] of a batch's utterances in frames [T] near speech."""
+    """Encoder states [T, J] of a batch's utterances, and the frames [T] near speech to which they belong."""
 
     rows: Sequence[np.ndarray]
     frames: Sequence[np.ndarray]
@@ -46,11 +45,11 @@ class States:
         return States(self.rows[start:stop], self.frames[start:stop])
 
 
-def _said_in(tokens: TokenSpans, first: int, count: int) -> np.ndarray:
-    """Whether any of the tokens is said in each of some frames."""
-    said = np.zeros(count, bool)
-    said[tokens.starts - first] = True
-    return said
+def _begins_token(tokens: TokenSpans, first: int, count: int) -> np.ndarray:
+    """Whether any of the tokens begins in each of the ``count`` frames from ``first`` on."""
+    begins = np.zeros(count, bool)
+    begins[tokens.starts - first] = True
+    return begins
 
 
 class TransducerPrefixSearch(Search):
@@ -63,11 +62,13 @@ class TransducerPrefixSearch(Search):
     def __init__(self, joint: Joint, fusion: Fusion, weights: FusionWeights, beam: int, width: float, threshold: float,
                  max_tokens: int):
         super().__init__(fusion, weights, beam, width)
-        self.joint, self.threshold, self.max_tokens = joint, threshold, max_tokens
+        self.joint = joint
+        self.threshold = threshold
+        self.max_tokens = max_tokens
 
     def run(self, states: States, nbest: int) -> list[list[TokenHypothesis]]:
         """The best transcripts of each utterance, best first."""
-        counts = np.array([len(each) for each in states.rows], np.int64)
+        counts = np.array([len(rows) for rows in states.rows], np.int64)
         self.states = np.concatenate(states.rows) if len(states) else np.zeros((0, 0), np.float32)
         return self._search(counts, np.zeros(len(counts)), nbest)
 
@@ -82,22 +83,29 @@ class TransducerPrefixSearch(Search):
         after = np.concatenate([last[:, 1:], token[:, None]], 1)
         hashed = np.zeros(len(after), np.uint64)
         for column in after.T:
-            hashed = (hashed + column.astype(np.uint64) + np.uint64(1)) * _NEXT
+            hashed = (hashed + column.astype(np.uint64) + np.uint64(1)) * _TOKEN_FACTOR
         return after, hashed
 
-    def _step(self, beams: Beams, event: np.ndarray) -> Beams:
-        for self.left in range(MAX_TOKENS_PER_FRAME, -1, -1):
-            found = self._extend(beams, event)
-            if not len(found.parent):
-                break
-            beams = self._advance(beams, event, found)
-        # All begin the next frame, except those that have become unlikely.
-        beams.blank, beams.other = found.stay_other, found.stay_blank
-        with np.errstate(divide="ignore"):
-            score = np.log(beams.other) + beams.text + beams.soft
-        return self._rescaled(beams.take(self._prune(beams.utterance, score, len(event))), len(event))
+    # In ``beams.blank`` are the paths that have left the frame with a blank, in ``beams.other`` those still in it.
 
-    def _extend(self, beams: Beams, event: np.ndarray) -> Extensions:
+    def _step(self, beams: Beams, event: np.ndarray) -> Beams:
+        """Process the next frame: rounds of a token each, and a last one in which all that are left get a blank."""
+        for tokens_in_frame in range(MAX_TOKENS_PER_FRAME + 1):
+            extensions = self._extend(beams, event, may_emit=tokens_in_frame < MAX_TOKENS_PER_FRAME)
+            if not len(extensions.parent):
+                break
+            beams = self._advance(beams, event, extensions)
+
+        # All begin the next frame, except those that have become unlikely.
+        beams.blank = extensions.stay_other
+        beams.other = extensions.stay_blank
+        with np.errstate(divide="ignore"):
+            score = np.log(beams.other) + beams.text_score + beams.lookahead
+        survivors = self._prune(beams.utterance, score, len(event))
+        return self._rescaled(beams.take(survivors), len(event))
+
+    def _extend(self, beams: Beams, event: np.ndarray, may_emit: bool = True) -> Extensions:
+        """Extend hypotheses that are still in the frame by a blank and, where they ``may_emit`` one, by a token."""
         inside = np.flatnonzero(beams.other)
         log_probs = self.joint.join(self.states[event[beams.utterance[inside]]], beams.predicted[inside])
         blank = log_probs[:, self.joint.blank].astype(np.float64)
@@ -105,23 +113,28 @@ class TransducerPrefixSearch(Search):
             raise not_a_number()
         stay = beams.blank.copy()
         stay[inside] += beams.other[inside] * np.exp(blank)
-        row, token = np.nonzero(log_probs > self.threshold) if self.left else (np.zeros(0, np.int64),) * 2
-        emitted = token != self.joint.blank
-        row, token = row[emitted], token[emitted]
+
+        is_likely = log_probs > self.threshold
+        is_likely[:, self.joint.blank] = False
+        if not may_emit:
+            is_likely[:] = False
+        row, token = np.nonzero(is_likely)
         value = log_probs[row, token]
         if np.bincount(row).max(initial=0) > self.max_tokens:
             row, token, value = posteriors.strongest(row, token, value, self.max_tokens)
-        parent, probs = inside[row], np.exp(value.astype(np.float64))
+        token = token.astype(np.int64)
+        parent = inside[row]
+        probs = np.exp(value.astype(np.float64))
         extended = beams.other[parent] * probs
-        kept = self._preselect(beams, len(event), stay, parent, token.astype(np.int64), extended)
-        return Extensions(stay, np.zeros(len(beams)), parent[kept], token[kept].astype(np.int64), probs[kept],
-                          extended[kept])
+        chosen = self._preselect(beams, len(event), stay, parent, token, extended)
+        return Extensions(stay, np.zeros(len(beams)), parent[chosen], token[chosen], probs[chosen], extended[chosen])
 
 
 class TransducerBeam(TokenSearch):
     """Beam search of a transducer, over encoder states [B, T, J]."""
 
-    default_beam, keeps_events = 16, False
+    default_beam = 16
+    keeps_events = False
     joint: Joint
     """Its prediction and joint network, set before the first search."""
 
@@ -132,54 +145,65 @@ class TransducerBeam(TokenSearch):
     def near_speech(self, rows: Sequence[np.ndarray]) -> States:
         """Keep the states [T, J] of utterances that are near speech, where greedy decoding finds some."""
         greedy = TransducerSearch(self.joint, len(rows)).feed(rows) if rows else []
-        frames = [np.flatnonzero(posteriors.near_speech(_said_in(tokens, 0, len(row))))
-                  for tokens, row in zip(greedy, rows, strict=True)]
-        return States([row[near] for row, near in zip(rows, frames, strict=True)], frames)
+        frames = [np.flatnonzero(posteriors.near_speech(_begins_token(tokens, 0, len(states))))
+                  for tokens, states in zip(greedy, rows, strict=True)]
+        return States([states[near] for states, near in zip(rows, frames, strict=True)], frames)
 
     def join(self, batches: Sequence[States]) -> States:
-        return States([row for each in batches for row in each.rows], [row for each in batches for row in each.frames])
+        return States([states for batch in batches for states in batch.rows],
+                      [frames for batch in batches for frames in batch.frames])
 
     def stream(self, spelling: Spelling) -> BeamStream[StateStream]:
-        return BeamStream(TransducerLine(*self._options(self.weights, self.beam)), StateStream(self.joint), spelling)
-
-    def _options(self, weights: FusionWeights, beam: int) -> tuple[Any, ...]:  # of a TransducerPrefixSearch
-        return self.joint, self.fusion, weights, beam, self.width, self.token_threshold, self.token_beam
+        line = TransducerLine(self.joint, self.fusion, self.weights, self.beam, self.width, self.token_threshold,
+                              self.token_beam)
+        return BeamStream(line, StateStream(self.joint), spelling)
 
     def _search_spans(self, batch: States, weights: FusionWeights, nbest: int
                       ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
-        found = TransducerPrefixSearch(*self._options(weights, max(self.beam, self.nbest))).run(batch, nbest)
-        begins = accumulate(map(len, batch.rows), initial=0)
-        return [[(each, spans_of(each.tokens, frames[each.events - begin], each.probs)) for each in hypotheses]
-                for hypotheses, begin, frames in zip(found, begins, batch.frames, strict=False)]
+        beam = max(self.beam, self.nbest)
+        search = TransducerPrefixSearch(self.joint, self.fusion, weights, beam, self.width, self.token_threshold,
+                                        self.token_beam)
+        transcripts = search.run(batch, nbest)
+        located = []
+        begin = 0  # of the utterance's frames in the batch, across which events are counted
+        for hypotheses, frames in zip(transcripts, batch.frames, strict=True):
+            located.append([(hypothesis, spans_of(hypothesis.tokens, frames[hypothesis.events - begin],
+                                                  hypothesis.probs)) for hypothesis in hypotheses])
+            begin += len(frames)
+        return located
 
 
 class StateStream:
     """The states [T, J] of a stream, whose events are its frames near speech."""
 
     def __init__(self, joint: Joint) -> None:
-        self._greedy, self.source = TransducerSearch(joint), posteriors.FramesOfStream()
-        self.kept: np.ndarray | None = None
+        self._greedy = TransducerSearch(joint)
+        self.source = posteriors.FramesOfStream()
+        self.states: np.ndarray | None = None  # those that were not dropped
         self.frame = np.zeros(0, np.int64)
 
     def feed(self, states: np.ndarray) -> None:
         if not np.isfinite(states).all():
             raise not_a_number()
-        [tokens], first = self._greedy.feed([states]), self.source.known
-        found, near = self.source.feed(states, _said_in(tokens, self.source.frames, len(states)))
-        self.kept = found[near] if self.kept is None else np.concatenate([self.kept, found[near]])
+        [tokens] = self._greedy.feed([states])
+        first = self.source.known
+        known_states, near = self.source.feed(states, _begins_token(tokens, self.source.frames, len(states)))
+        new_states = known_states[near]
+        self.states = new_states if self.states is None else np.concatenate([self.states, new_states])
         self.frame = np.append(self.frame, first + np.flatnonzero(near))
 
     def drop(self, count: int) -> None:
-        if self.kept is not None:  # copies: views would keep what was dropped in memory
-            self.kept, self.frame = self.kept[count:].copy(), self.frame[count:].copy()
+        if self.states is not None:  # copies: views would keep what was dropped in memory
+            self.states = self.states[count:].copy()
+            self.frame = self.frame[count:].copy()
 
 
 class TransducerLine(LineSearch[StateStream], TransducerPrefixSearch):
     """Searches a line of a stream in a transducer's frames."""
 
     def _load_events(self) -> None:
-        assert self.stream.kept is not None, "there is a frame to search"
-        self.states = self.stream.kept
+        assert self.stream.states is not None, "there is a frame to search"
+        self.states = self.stream.states
 
     def _spans(self, tokens: np.ndarray, events: np.ndarray, probs: np.ndarray) -> TokenSpans:
         return spans_of(tokens, self.stream.frame[events], probs)

@@ -63,7 +63,7 @@ def test_words_settle_once_all_hypotheses_share_them_and_what_they_need_is_forgo
     decoder = stream(BeamSearch(PIECES, beam=8, width=4.0), NO_PAUSE)
     said = [each for _ in range(40) for each in decoder.feed(say(SPEECH))]
     assert sum(len(each.settled) for each in said) >= 40 * 4 - 2 and all(len(each.partial) < 4 for each in said)
-    assert decoder._events.kept.frame[0] > 380
+    assert decoder.events.frame[0] > 380
 
 
 def test_words_that_hypotheses_never_agree_about_settle_after_a_while(searches):
@@ -112,9 +112,9 @@ def test_a_stream_of_other_tokens_is_refused(searches):
 
 
 def size(decoder):
-    """What the stream keeps, without what all streams share."""
-    line = decoder._line
-    return len(pickle.dumps([line.history, line.beams, line.scale, decoder._events, decoder._settled]))
+    """The bytes that the stream keeps, without what all streams share."""
+    line = decoder.line
+    return len(pickle.dumps([line.history, line.beams, line.scale, decoder.events]))
 
 
 LONG = {
