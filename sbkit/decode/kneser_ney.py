@@ -96,16 +96,18 @@ def read(texts: Iterable[str], min_count: int = 1, files: Workspace | None = Non
     numbers = _WordNumbers((word, number) for number, word in enumerate(SPECIAL))
     begin, end = numbers[BEGIN], numbers[END]
     encoded = Appended(files, np.int32)
-    counts, sentences = np.zeros(0, np.int64), 0
+    counts = np.zeros(0, np.int64)  # of each word
+    sentences = 0
     batch = array("i")
 
     def store() -> None:
         nonlocal counts, batch
         part = np.frombuffer(batch, np.int32)
         encoded.add(part)
-        more = np.bincount(part, minlength=len(numbers))
-        more[:len(counts)] += counts
-        counts, batch = more, array("i")
+        new_counts = np.bincount(part, minlength=len(numbers))
+        new_counts[:len(counts)] += counts
+        counts = new_counts
+        batch = array("i")
 
     number_of = numbers.__getitem__
     for sentence in map(str.split, texts):
@@ -136,7 +138,9 @@ def read(texts: Iterable[str], min_count: int = 1, files: Workspace | None = Non
 
 def count(corpus: EncodedText, order: int) -> list[NgramCounts]:
     """Count all n-grams up to ``order``, with a row for every word of the vocabulary, even if its count is 0."""
-    ids, size, files = corpus.ids, len(corpus.words), corpus.files
+    ids = corpus.ids
+    size = len(corpus.words)
+    files = corpus.files
     raw = np.zeros(size, np.int64)
     for part in chunks(len(ids)):
         raw += np.bincount(ids[part], minlength=size)
@@ -258,69 +262,99 @@ def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Es
     size = len(corpus.words)
     begin = corpus.words.index(BEGIN)
     levels[0].adjusted[begin] = 0  # not predicted, so without a share of the probability
-    taken = [_discounts_of(level, size, begin) for level in levels]
+    discounts_by_order = [_discounts_of(level, size, begin) for level in levels]
     counted = [len(level.keys) for level in levels]
-    cutoffs = [0, *(cutoffs[min(k, len(cutoffs) - 1)] if cutoffs else 0 for k in range(1, order))]
+    cutoff_by_order = [0]
+    for number in range(1, order):
+        cutoff_by_order.append(cutoffs[min(number, len(cutoffs) - 1)] if cutoffs else 0)
+
     built: list[Level] = []
     probability = np.full(1, 1 / (size - 1))  # uniform over all words but the start symbol
-    rows = np.zeros(1, dtype=np.int32)  # new rows of the n-grams of the level below
-    for number, level in enumerate(levels):
-        steps = (0, *taken[number].values)
-
-        def split(part: slice, level: NgramCounts = level, rows: np.ndarray = rows, steps: Sequence[float] = steps,
-                  cutoff: int = cutoffs[number]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-            """Contexts, counts, discounts, and whether n-grams are kept."""
-            context = level.keys[part] // size
-            adjusted = level.adjusted[part].astype(np.float64)
-            off = np.minimum(np.take(steps, np.minimum(level.adjusted[part], 3)), adjusted)
-            keep = rows[context] >= 0
-            if cutoff:
-                keep &= level.raw[part] > cutoff
-            return context, adjusted, off, keep
-
-        total, share = (files.full(len(probability), 0, np.float64) for _ in range(2))
-        for part in chunks(len(level.keys)):
-            context, adjusted, off, keep = split(part)
-            lower = np.where(keep, off, adjusted)  # mass for shorter n-grams: the discount, or everything
-            add_by_row(total, context, adjusted)
-            add_by_row(share, context, lower)
-        for part in chunks(len(total)):
-            # A context without n-grams leaves all its mass to the shorter ones.
-            share[part] = np.divide(share[part], total[part], out=np.ones_like(share[part]), where=total[part] > 0)
-        highest = number + 1 == order
-        every = files.empty(0 if highest else len(level.keys), np.float64)
-        new_rows = files.empty(0 if highest else len(level.keys), np.int32)
-        columns = [files.empty(len(level.keys), dtype) for dtype in (np.int32, np.int32, np.float32)]
-        filled = 0
-        for part in chunks(len(level.keys)):
-            context, adjusted, off, keep = split(part)
-            with np.errstate(invalid="ignore"):
-                own = np.where(keep, adjusted - off, 0) / total[context]
-            values = own + share[context] * probability[level.suffix[part]]
-            log10 = np.log10(np.maximum(values[keep], 1e-99)).astype(np.float32)
-            end = filled + len(log10)
-            word = level.keys[part][keep] % size
-            for column, kept in zip(columns, (rows[context[keep]], word, log10), strict=True):
-                column[filled:end] = kept
-            if not highest:
-                every[part] = values
-                new_rows[part] = np.where(keep, filled + np.cumsum(keep) - 1, -1)
-            filled = end
-        if not number:
-            columns[2][begin] = NEVER
+    rows = np.zeros(1, dtype=np.int32)
+    for number in range(order):
+        # Taken from the list, so that its files end with it.
+        smoothed = _smooth(levels.pop(0), probability, rows, discounts_by_order[number], cutoff_by_order[number], size,
+                           files, highest=number + 1 == order)
+        if number == 0:
+            smoothed.level.log10[begin] = NEVER
         if built:
-            built[-1] = built[-1]._replace(backoff=_backoffs(share, rows, len(built[-1].word), files))
-        contexts, words, log10s = (column[:filled] for column in columns)
-        built.append(Level(contexts, words, log10s, files.full(filled, 0, np.float32)))
-        probability, rows = every, new_rows
-        levels[number] = NgramCounts(*[np.zeros(0, np.int64)] * 4)  # its files end
-        del level, split
-    return Estimate(NGram(corpus.words, built, files), taken, counted)
+            built[-1] = built[-1]._replace(backoff=_backoffs(smoothed.share, rows, len(built[-1].word), files))
+        built.append(smoothed.level)
+        probability = smoothed.probability
+        rows = smoothed.rows
+    return Estimate(NGram(corpus.words, built, files), discounts_by_order, counted)
+
+
+class _SmoothedLevel(NamedTuple):
+    """The n-grams of an order that stay, and what the next order needs to know of all N that were counted."""
+
+    level: Level  # with backoffs of 0
+    share: np.ndarray  # of the probability after each n-gram of the order below: what it leaves to shorter ones
+    probability: np.ndarray  # [N] of each; empty for the highest order
+    rows: np.ndarray  # [N] the place of each in ``level``, -1 if it is dropped; empty for the highest order
+
+
+def _smooth(level: NgramCounts, shorter_probability: np.ndarray, context_rows: np.ndarray, discounts: Discounts,
+            cutoff: int, size: int, files: Workspace, highest: bool) -> _SmoothedLevel:
+    """Compute the probabilities of the n-grams of one order.
+
+    shorter_probability : of each n-gram of the order below
+    context_rows : their places in the model, -1 for those that are dropped
+    cutoff : n-grams that occur this often or less are dropped
+    size : of the vocabulary
+    """
+    discount_by_count = (0, *discounts.values)
+
+    def split(part: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Contexts, counts, discounts, and whether n-grams stay."""
+        context = level.keys[part] // size
+        adjusted = level.adjusted[part].astype(np.float64)
+        discount = np.minimum(np.take(discount_by_count, np.minimum(level.adjusted[part], 3)), adjusted)
+        stays = context_rows[context] >= 0
+        if cutoff:
+            stays &= level.raw[part] > cutoff
+        return context, adjusted, discount, stays
+
+    total = files.full(len(shorter_probability), 0, np.float64)
+    share = files.full(len(shorter_probability), 0, np.float64)
+    for part in chunks(len(level.keys)):
+        context, adjusted, discount, stays = split(part)
+        add_by_row(total, context, adjusted)
+        # A dropped n-gram leaves all its mass to shorter ones, another its discount.
+        add_by_row(share, context, np.where(stays, discount, adjusted))
+    for part in chunks(len(total)):
+        # A context without n-grams leaves all its mass to the shorter ones.
+        share[part] = np.divide(share[part], total[part], out=np.ones_like(share[part]), where=total[part] > 0)
+
+    count = len(level.keys)
+    probability = files.empty(0 if highest else count, np.float64)
+    rows = files.empty(0 if highest else count, np.int32)
+    contexts = files.empty(count, np.int32)
+    words = files.empty(count, np.int32)
+    log10s = files.empty(count, np.float32)
+    filled = 0
+    for part in chunks(count):
+        context, adjusted, discount, stays = split(part)
+        with np.errstate(invalid="ignore"):
+            discounted = np.where(stays, adjusted - discount, 0) / total[context]
+        values = discounted + share[context] * shorter_probability[level.suffix[part]]
+        log10 = np.log10(np.maximum(values[stays], 1e-99)).astype(np.float32)
+        here = slice(filled, filled + len(log10))
+        contexts[here] = context_rows[context[stays]]
+        words[here] = level.keys[part][stays] % size
+        log10s[here] = log10
+        if not highest:
+            probability[part] = values
+            rows[part] = np.where(stays, filled + np.cumsum(stays) - 1, -1)
+        filled = here.stop
+    smoothed = Level(contexts[:filled], words[:filled], log10s[:filled], files.full(filled, 0, np.float32))
+    return _SmoothedLevel(smoothed, share, probability, rows)
 
 
 def _backoffs(share: np.ndarray, rows: np.ndarray, count: int, files: Workspace) -> np.ndarray:
-    """The logarithms of the mass that the contexts which are kept leave to shorter n-grams."""
-    backoff, filled = files.empty(count, np.float32), 0
+    """The logarithms of the mass that those contexts which stay leave to shorter n-grams."""
+    backoff = files.empty(count, np.float32)
+    filled = 0
     for part in chunks(len(share)):
         values = np.log10(share[part][rows[part] >= 0])
         backoff[filled:filled + len(values)] = values

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import logging
+import math
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -54,10 +55,10 @@ class LMReport:
 
     def __str__(self) -> str:
         rows = []
-        for order, (count, full) in enumerate(zip_longest(self.counts, self.counted, fillvalue=0), start=1):
+        for order, (count, before) in enumerate(zip_longest(self.counts, self.counted, fillvalue=0), start=1):
             discounts = self.discounts[order - 1]
-            rows.append([order, count, full, " ".join(f"{value:.3f}" for value in discounts.values)
-                         + " (fallback)" * discounts.fallback])
+            values = " ".join(f"{value:.3f}" for value in discounts.values)
+            rows.append([order, count, before, f"{values} (fallback)" if discounts.fallback else values])
         text = self.held_out or "the text it was estimated from"
         quality = self.quality
         unknown = 100 * quality.unknown / max(1, quality.words)
@@ -97,17 +98,17 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
         return " ".join(map(tokenizer.piece, tokenizer.encode(text)))
 
     with disk_errors_as_user_error(out):  # large arrays are in files beside it
-        files = Workspace(nearest_folder(out.parent))  # where the model goes, there is room for its like
+        files = Workspace(nearest_folder(out.parent))
         corpus = kneser_ney.read(map(spell, texts), min_count, files)
         model, discounts, counted = kneser_ney.estimate(corpus, order, cutoffs)
         if isinstance(prune, float):
             model = prune_by_entropy(model, prune)
         if not model.counts[-1]:  # sentences too short, or an order fully pruned: other tools reject empty orders
             model = NGram(model.words, [level for level in model.levels if len(level.word)], files)
-        fallback = [str(order) for order, each in enumerate(discounts, start=1) if each.fallback]
-        if fallback:
-            logger.info("The text is too small to estimate the discounts of order %s; using %s.", ", ".join(fallback),
-                        kneser_ney.FALLBACK)
+        fallback_orders = [str(order) for order, values in enumerate(discounts, start=1) if values.fallback]
+        if fallback_orders:
+            logger.info("The text is too small to estimate the discounts of order %s; using %s.",
+                        ", ".join(fallback_orders), kneser_ney.FALLBACK)
         quality = model.quality(corpus.texts() if evaluate is None else map(spell, evaluate))
         arpa.write(model, out)
     return LMReport(out, unit, model.counts, counted, discounts, corpus.sentences, corpus.tokens,
@@ -145,17 +146,21 @@ def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
     """Yield the lines of text files, ``.gz`` or plain; ``-`` is stdin."""
     for path in map(Path, paths):
         try:
-            if str(path) == "-":
-                given = standard_input("texts", "cat texts.txt | sbkit lm ... -")
-                file = open(given.fileno(), encoding="utf-8", closefd=False)  # noqa: SIM115  # closed below
-            else:
-                file = (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8")
-            with file as lines:
+            with _open_text(path) as lines:
                 yield from (line.strip() for line in lines)
         except UnicodeDecodeError:
             raise SbkitError(f"{path} is not UTF-8 text") from None
         except (OSError, EOFError, zlib.error) as error:
             raise SbkitError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _open_text(path: Path) -> IO[str]:
+    if str(path) == "-":
+        piped = standard_input("texts", "cat texts.txt | sbkit lm ... -")
+        return open(piped.fileno(), encoding="utf-8", closefd=False)
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return open(path, encoding="utf-8")
 
 
 def unit_of(model: NGram, pieces: Pieces, unit: str | None = None, name: str = "the language model") -> str:
@@ -168,20 +173,24 @@ def unit_of(model: NGram, pieces: Pieces, unit: str | None = None, name: str = "
     words = [word for word in model.words if word not in SPECIAL]
     if not words:
         raise SbkitError(f"{name} has no words")
-    words = words[:: -(-len(words) // _CHECKED_WORDS)]
+    words = words[::math.ceil(len(words) / _CHECKED_WORDS)]
     not_pieces = [word for word in words if word not in pieces.spoken]
-    has_marks = any(WORD_START in word for word in words)
     if unit is None:
-        per_piece = has_marks or pieces.separator is None
-        unit = "piece" if per_piece and len(not_pieces) < len(words) / 2 else "word"
-    if unit == "piece":
-        if len(not_pieces) > len(words) / 2:
-            raise SbkitError(f"{name} is not over this model's {len(pieces)} pieces: it has {not_pieces[0]!r}, which "
-                             "isn't one of them", hint="estimate it with this tokenizer: sbkit lm --unit piece")
-        return unit
-    if has_marks:
-        raise SbkitError(f"{name} is over pieces of another tokenizer, not over words: it has "
-                         f"{next(word for word in words if WORD_START in word)!r}",
+        looks_like_pieces = pieces.separator is None or any(WORD_START in word for word in words)
+        unit = "piece" if looks_like_pieces and len(not_pieces) < len(words) / 2 else "word"
+    if unit == "word":
+        _check_words(words, pieces, name)
+    elif len(not_pieces) > len(words) / 2:
+        raise SbkitError(f"{name} is not over this model's {len(pieces)} pieces: it has {not_pieces[0]!r}, which "
+                         "isn't one of them", hint="estimate it with this tokenizer: sbkit lm --unit piece")
+    return unit
+
+
+def _check_words(words: Sequence[str], pieces: Pieces, name: str) -> None:
+    """Check that these pieces can spell the words of a language model, most of them at least."""
+    marked = [word for word in words if WORD_START in word]
+    if marked:
+        raise SbkitError(f"{name} is over pieces of another tokenizer, not over words: it has {marked[0]!r}",
                          hint="estimate it over words, or over the pieces of this model's tokenizer")
     if pieces.across:
         raise SbkitError(f"this model's pieces span words, such as {pieces.across[0]!r}, so that words can't be scored",
@@ -191,7 +200,8 @@ def unit_of(model: NGram, pieces: Pieces, unit: str | None = None, name: str = "
                          hint=f"is {pieces.separator!r} what separates words? null makes every token a word")
     unspellable = [word for word in words if not pieces.spells(word)]
     if len(unspellable) <= _UNSPELLABLE_SHARE * len(words):
-        return unit
+        return
+
     hint = "estimate it from text written like the transcripts, or from the transcripts: sbkit lm"
     for change, case in ((str.lower, "lower"), (str.upper, "upper")):
         if sum(pieces.spells(change(word)) for word in words) * 2 > len(words):
@@ -199,10 +209,9 @@ def unit_of(model: NGram, pieces: Pieces, unit: str | None = None, name: str = "
             break
     share = (f"{100 * len(unspellable) / len(words):.0f} % of its words can't be spelled with them, such as "
              f"{unspellable[0]!r}")
-    if len(unspellable) * 2 <= len(words):
-        logger.warning("%s only partly fits this model's tokens: %s; %s", name, share, hint)
-        return unit
-    raise SbkitError(f"{name} doesn't fit this model's tokens: {share}", hint=hint)
+    if len(unspellable) * 2 > len(words):
+        raise SbkitError(f"{name} doesn't fit this model's tokens: {share}", hint=hint)
+    logger.warning("%s only partly fits this model's tokens: %s; %s", name, share, hint)
 
 
 def prune_by_entropy(model: NGram, threshold: float) -> NGram:
@@ -210,78 +219,121 @@ def prune_by_entropy(model: NGram, threshold: float) -> NGram:
 
     Words stay, and so do n-grams that a remaining longer one begins or ends with.
     """
-    files = model.files
-    kept = [files.full(len(level.word), 1, np.bool_) for level in model.levels]
+    kept = [model.files.full(len(level.word), 1, np.bool_) for level in model.levels]
     backoffs = [level.backoff for level in model.levels]
-    needed: np.ndarray | None = None  # n-grams of this level that longer ones need
-    # The probability that each n-gram occurs; sentences start as often as they end.
-    first = np.exp(model.levels[0].log10.astype(np.float64) * LN10)
-    if BEGIN in model.ids and END in model.ids:
-        first[model.ids[BEGIN]] = first[model.ids[END]]
-    history = [first]
-    for level in model.levels[1:-1]:
-        occurs = files.empty(len(level.word), np.float64)
-        for part in chunks(len(level.word)):
-            occurs[part] = history[-1][level.context[part]] * np.exp(level.log10[part].astype(np.float64) * LN10)
-        history.append(occurs)
+    occurs = _occurrence_probabilities(model)
+    needed: np.ndarray | None = None
     for number in range(model.order - 1, 0, -1):
-        level, below = model.levels[number], model.levels[number - 1]
-        contexts = len(below.word)
-        after_shorter = files.empty(len(level.word), np.float32)
-        left, left_shorter, kept_own, kept_shorter = (files.full(contexts, 0, np.float64) for _ in range(4))
+        pruned = _prune_level(model, number, occurs[number - 1], needed, threshold)
+        kept[number] = pruned.kept
+        backoffs[number - 1] = pruned.backoff_below
+        needed = pruned.needed_below
+    return _take_ngrams(model, kept, backoffs)
 
-        def probabilities(part: slice, level: Level = level, after_shorter: np.ndarray = after_shorter
-                          ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            """Contexts, and the probabilities of words after them and after shorter ones."""
-            own = np.exp(level.log10[part].astype(np.float64) * LN10)
-            return level.context[part], own, np.exp(after_shorter[part].astype(np.float64))
 
+def _occurrence_probabilities(model: NGram) -> list[np.ndarray]:
+    """The probability that each n-gram occurs, for all orders but the highest."""
+    first = np.exp(model.levels[0].log10.astype(np.float64) * LN10)
+    if BEGIN in model.ids and END in model.ids:  # sentences start as often as they end
+        first[model.ids[BEGIN]] = first[model.ids[END]]
+    occurs = [first]
+    for level in model.levels[1:-1]:
+        longer = model.files.empty(len(level.word), np.float64)
         for part in chunks(len(level.word)):
-            after_shorter[part] = model.after_shorter(number, part)
-            at, own, shorter = probabilities(part)
-            add_by_row(left, at, own)
-            add_by_row(left_shorter, at, shorter)
-        _turn_into_mass(left)
-        _turn_into_mass(left_shorter)
-        needed_below = files.full(contexts, 0, np.bool_)
-        has = files.full(contexts, 0, np.bool_)
-        for part in chunks(len(level.word)):
-            at, own, shorter = probabilities(part)
-            has[at] = True
-            backoff = np.log(left[at] / left_shorter[at])
-            without = np.log((left[at] + own) / (left_shorter[at] + shorter))
-            moved = own * (np.log(shorter) + without - np.log(own)) + left[at] * (without - backoff)
-            keep = np.expm1(-history[number - 1][at] * moved) >= threshold
-            if needed is not None:
-                keep |= needed[part]
-            kept[number][part] = keep
-            needed_below[at[keep]] = True
-            suffix = model.suffixes(number, part)[keep]
-            needed_below[suffix[suffix >= 0]] = True
-            add_by_row(kept_own, at[keep], own[keep])
-            add_by_row(kept_shorter, at[keep], shorter[keep])
-        needed = needed_below
-        _turn_into_mass(kept_own)
-        _turn_into_mass(kept_shorter)
-        backoffs[number - 1] = files.empty(contexts, np.float32)
-        for part in chunks(contexts):
-            ratio = kept_own[part] / kept_shorter[part]
-            backoffs[number - 1][part] = np.where(has[part], np.log10(ratio), below.backoff[part])
-    levels, rows = [], np.zeros(1, np.int32)
-    for level, keep_all, backoff in zip(model.levels, kept, backoffs, strict=True):
-        count = sum(int(keep_all[part].sum()) for part in chunks(len(keep_all)))
+            longer[part] = occurs[-1][level.context[part]] * np.exp(level.log10[part].astype(np.float64) * LN10)
+        occurs.append(longer)
+    return occurs
+
+
+class _PrunedLevel(NamedTuple):
+    """Which n-grams of one order stay, and what that means for the order below."""
+
+    kept: np.ndarray
+    backoff_below: np.ndarray
+    needed_below: np.ndarray  # bool: those that a remaining n-gram begins or ends with
+
+
+def _prune_level(model: NGram, number: int, history_occurs: np.ndarray, needed: np.ndarray | None, threshold: float
+                 ) -> _PrunedLevel:
+    """Decide which n-grams of a level stay.
+
+    history_occurs : the probability of each n-gram of the level below
+    needed : the n-grams of this level that longer ones need; None for the highest order
+    """
+    files = model.files
+    level = model.levels[number]
+    below = model.levels[number - 1]
+    histories = len(below.word)
+    shorter_ln = files.empty(len(level.word), np.float32)  # of each last word after a history one word shorter
+
+    def probabilities(part: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Histories of n-grams, and the probabilities of their last words after these and after shorter ones."""
+        probability = np.exp(level.log10[part].astype(np.float64) * LN10)
+        return level.context[part], probability, np.exp(shorter_ln[part].astype(np.float64))
+
+    # The mass of each history, and of the one that is a word shorter, for words without an n-gram.
+    left = files.full(histories, 0, np.float64)
+    left_shorter = files.full(histories, 0, np.float64)
+    for part in chunks(len(level.word)):
+        shorter_ln[part] = model.after_shorter(number, part)
+        history, probability, shorter = probabilities(part)
+        add_by_row(left, history, probability)
+        add_by_row(left_shorter, history, shorter)
+    _turn_into_mass(left)
+    _turn_into_mass(left_shorter)
+
+    kept = files.full(len(level.word), 1, np.bool_)
+    kept_mass = files.full(histories, 0, np.float64)
+    kept_mass_shorter = files.full(histories, 0, np.float64)
+    needed_below = files.full(histories, 0, np.bool_)
+    has_ngrams = files.full(histories, 0, np.bool_)
+    for part in chunks(len(level.word)):
+        history, probability, shorter = probabilities(part)
+        has_ngrams[history] = True
+        # The logarithm of the back-off with all n-grams of a history, and without this one.
+        backoff = np.log(left[history] / left_shorter[history])
+        without = np.log((left[history] + probability) / (left_shorter[history] + shorter))
+        change = probability * (np.log(shorter) + without - np.log(probability)) + left[history] * (without - backoff)
+        stays = np.expm1(-history_occurs[history] * change) >= threshold
+        if needed is not None:
+            stays |= needed[part]
+        kept[part] = stays
+        needed_below[history[stays]] = True
+        suffix = model.suffixes(number, part)[stays]
+        needed_below[suffix[suffix >= 0]] = True
+        add_by_row(kept_mass, history[stays], probability[stays])
+        add_by_row(kept_mass_shorter, history[stays], shorter[stays])
+
+    _turn_into_mass(kept_mass)
+    _turn_into_mass(kept_mass_shorter)
+    backoff_below = files.empty(histories, np.float32)
+    for part in chunks(histories):
+        ratio = kept_mass[part] / kept_mass_shorter[part]
+        backoff_below[part] = np.where(has_ngrams[part], np.log10(ratio), below.backoff[part])
+    return _PrunedLevel(kept, backoff_below, needed_below)
+
+
+def _take_ngrams(model: NGram, kept: Sequence[np.ndarray], backoffs: Sequence[np.ndarray]) -> NGram:
+    """Return the model with those n-grams of each order that are kept, and with these backoffs."""
+    files = model.files
+    levels = []
+    context_rows = np.zeros(1, np.int32)  # the new row of each n-gram of the order below
+    for level, kept_of_level, backoff in zip(model.levels, kept, backoffs, strict=True):
+        count = sum(int(kept_of_level[part].sum()) for part in chunks(len(kept_of_level)))
         columns = Level(*(files.empty(count, values.dtype) for values in level))
-        new_rows, filled = files.empty(len(keep_all), np.int32), 0
-        for part in chunks(len(keep_all)):
-            keep = keep_all[part]
-            here = slice(filled, filled + int(keep.sum()))
-            columns.context[here] = rows[level.context[part][keep]]
-            columns.word[here], columns.log10[here] = level.word[part][keep], level.log10[part][keep]
-            columns.backoff[here] = backoff[part][keep]
-            new_rows[part] = filled + np.cumsum(keep) - 1
+        new_rows = files.empty(len(kept_of_level), np.int32)
+        filled = 0
+        for part in chunks(len(kept_of_level)):
+            stays = kept_of_level[part]
+            here = slice(filled, filled + int(stays.sum()))
+            columns.context[here] = context_rows[level.context[part][stays]]
+            columns.word[here] = level.word[part][stays]
+            columns.log10[here] = level.log10[part][stays]
+            columns.backoff[here] = backoff[part][stays]
+            new_rows[part] = filled + np.cumsum(stays) - 1
             filled = here.stop
         levels.append(columns)
-        rows = new_rows
+        context_rows = new_rows
     return NGram(model.words, levels, files)
 
 

@@ -11,11 +11,15 @@ import numpy as np
 from sbkit.decode import workspace
 from sbkit.decode.workspace import Workspace, chunks
 
-UNKNOWN, BEGIN, END = SPECIAL = ("<unk>", "<s>", "</s>")
+UNKNOWN = "<unk>"
+BEGIN = "<s>"
+END = "</s>"
+SPECIAL = (UNKNOWN, BEGIN, END)
 MAX_ORDER = 32  # of models that are read; character models have up to 20
 LN10 = math.log(10)
 _SENTENCE = 20  # words for which a sentence's own array has memory
 NEVER = -99.0  # ARPA's log10 of the probability zero
+_MAX_EXPONENT = 700.0  # of a perplexity: a larger one is no float
 
 
 class Quality(NamedTuple):
@@ -53,56 +57,85 @@ class NGram:
     """
 
     def __init__(self, words: Sequence[str], levels: Sequence[Level], files: Workspace | None = None):
-        self.words, self.levels = list(words), list(levels)
+        self.words = list(words)
+        self.levels = list(levels)
         self.ids = {word: i for i, word in enumerate(self.words)}
         if UNKNOWN not in self.ids:  # a closed vocabulary
-            new = len(self.words)
-            self.ids[UNKNOWN] = new
-            self.words.append(UNKNOWN)
-            self.levels[0] = Level(*(np.append(column, np.asarray(value, column.dtype)) for column, value in
-                                     zip(self.levels[0], (0, new, NEVER, 0.0), strict=True)))
+            self._add_unknown()
         self.unknown = self.ids[UNKNOWN]
         self.end = self.ids.get(END, self.unknown)
         self.empty = np.zeros((), np.int64)
         self.start = np.array(self.ids[BEGIN] + 1 if BEGIN in self.ids else 0)
+
         # The table of arcs: n-gram i leads from the state of its context to state ``_next[i]``. The state of n-gram i
-        # is i + 1, numbered across all orders.
-        files = self.files = files or Workspace()
-        size = self._size = len(self.words)
-        offsets = np.cumsum([0, *self.counts])
-        count = int(offsets[-1])
-        self._keys, self._ln = files.empty(count, np.int64), files.empty(count, np.float32)
-        self._backoff = files.full(count + 1, 0, np.float32)
-        self._parent, self._next = files.full(count + 1, 0, np.int32), files.full(count, 0, np.int32)
-        is_state = files.full(count + 1, 0, np.bool_)  # a history without longer n-grams or a backoff weight is none
+        # is i + 1, numbered across all orders; ``_parent`` is the state of the longest known n-gram that it ends with.
+        self.files = files or Workspace()
+        self._size = len(self.words)
+        count = sum(self.counts)
+        self._keys = self.files.empty(count, np.int64)
+        self._ln = self.files.empty(count, np.float32)
+        self._next = self.files.full(count, 0, np.int32)
+        self._backoff = self.files.full(count + 1, 0, np.float32)
+        self._parent = self.files.full(count + 1, 0, np.int32)
+        self._link_arcs(self._fill_arcs())
+
+    def _add_unknown(self) -> None:
+        row = (0, len(self.words), NEVER, 0.0)
+        self.ids[UNKNOWN] = len(self.words)
+        self.words.append(UNKNOWN)
+        self.levels[0] = Level(*(np.append(column, np.asarray(value, column.dtype))
+                                 for column, value in zip(self.levels[0], row, strict=True)))
+
+    def _fill_arcs(self) -> np.ndarray:
+        """Fill in the keys and scores of all arcs.
+
+        Returns [N + 1] which states are needed: those of histories with longer n-grams or a backoff weight.
+        """
+        is_state = self.files.full(len(self._keys) + 1, 0, np.bool_)
+        offset = 0  # of the level's n-grams among all
+        first_context_state = 0
         for number, level in enumerate(self.levels):
-            first_state = 1 + int(offsets[number - 1]) if number else 0  # of the contexts
             for part in chunks(len(level.word)):
-                first, last = int(offsets[number]) + part.start, int(offsets[number]) + part.stop
-                states = level.context[part].astype(np.int64) + first_state
-                is_state[states] = True
-                self._keys[first:last] = states * size + level.word[part]
-                self._ln[first:last] = level.log10[part].astype(np.float32) * np.float32(LN10)
+                arcs = slice(offset + part.start, offset + part.stop)
+                states_of_arcs = slice(arcs.start + 1, arcs.stop + 1)
+                contexts = level.context[part].astype(np.int64) + first_context_state
+                is_state[contexts] = True
+                self._keys[arcs] = contexts * self._size + level.word[part]
+                self._ln[arcs] = level.log10[part].astype(np.float32) * np.float32(LN10)
                 backoff = level.backoff[part].astype(np.float32) * np.float32(LN10)
-                self._backoff[first + 1:last + 1] = backoff
-                is_state[first + 1:last + 1] |= backoff != 0
+                self._backoff[states_of_arcs] = backoff
+                is_state[states_of_arcs] |= backoff != 0
+            first_context_state = offset + 1
+            offset += self.counts[number]
+        return is_state
+
+    def _link_arcs(self, is_state: np.ndarray) -> None:
+        """Fill in the states to which arcs lead: n-grams of an order need those of the order below."""
+        offset = 0
         for number, level in enumerate(self.levels):
             for part in chunks(len(level.word)):
-                rows = np.arange(offsets[number] + part.start, offsets[number] + part.stop)
+                rows = np.arange(offset + part.start, offset + part.stop)
                 if number:
-                    # The state of the longest known n-gram at the end of the history and the word.
-                    words_left, todo = level.word[part], np.arange(len(rows))
-                    states = self._parent[self._keys[rows] // size]  # of the histories
-                    found = np.zeros(len(rows), dtype=np.int32)
-                    while todo.size:
-                        arc, hit = self._find(states, words_left[todo])
-                        found[todo[hit]] = arc[hit] + 1
-                        states, todo = self._parent[states[~hit]], todo[~hit]
-                    self._parent[rows + 1] = found
-                own = is_state[rows + 1] if number + 1 < self.order else np.zeros(len(rows), dtype=bool)
+                    self._parent[rows + 1] = self._longest_suffixes(rows, level.word[part])
                 parent = self._parent[rows + 1]
                 shorter = np.where(parent > 0, self._next[parent - 1], 0)
-                self._next[rows] = np.where(own, rows + 1, shorter)
+                if number + 1 < self.order:
+                    self._next[rows] = np.where(is_state[rows + 1], rows + 1, shorter)
+                else:  # nothing is longer than an n-gram of the highest order
+                    self._next[rows] = shorter
+            offset += self.counts[number]
+
+    def _longest_suffixes(self, rows: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """The states of the longest known n-grams that n-grams in these rows end with; ``words`` are their last."""
+        suffixes = np.zeros(len(rows), dtype=np.int32)
+        todo = np.arange(len(rows))
+        states = self._parent[self._keys[rows] // self._size]  # of the histories
+        while todo.size:
+            arc, exists = self._find(states, words[todo])
+            suffixes[todo[exists]] = arc[exists] + 1
+            states = self._parent[states[~exists]]
+            todo = todo[~exists]
+        return suffixes
 
     @property
     def counts(self) -> list[int]:
@@ -137,11 +170,13 @@ class NGram:
         after = np.zeros(len(words), dtype=np.int32)
         todo = np.arange(len(words))
         while todo.size:
-            arc, hit = self._find(states, words)
-            scores[todo[hit]] += self._ln[arc[hit]]
-            after[todo[hit]] = self._next[arc[hit]]
-            miss = ~hit
-            todo, words, states = todo[miss], words[miss], states[miss]
+            arc, exists = self._find(states, words)
+            scores[todo[exists]] += self._ln[arc[exists]]
+            after[todo[exists]] = self._next[arc[exists]]
+            # The others back off to a history one word shorter.
+            todo = todo[~exists]
+            words = words[~exists]
+            states = states[~exists]
             scores[todo] += self._backoff[states]
             states = self._parent[states]
         return scores, after
@@ -152,12 +187,12 @@ class NGram:
 
     def lookup(self, words: Iterable[str]) -> np.ndarray:
         """Look up the ids of words; words outside the vocabulary get the unknown word's."""
-        get, unknown = self.ids.get, self.unknown
-        return np.fromiter((get(word, unknown) for word in words), dtype=np.int64)
+        return np.fromiter((self.ids.get(word, self.unknown) for word in words), dtype=np.int64)
 
     def sentence(self, text: str) -> float:
         """The natural logarithm of a sentence's probability, including its end."""
-        state, total = self.start[None], 0.0
+        state = self.start[None]
+        total = 0.0
         for word in [*self.lookup(text.split()), self.end]:
             score, state = self.score(state, np.array([word]))
             total += float(score[0])
@@ -165,19 +200,27 @@ class NGram:
 
     def quality(self, texts: Iterable[str]) -> Quality:
         """Measure the perplexity of a text, and how many of its words are unknown."""
-        known, unknown, missing, total, count = 0.0, 0.0, 0, 0, 0
+        known_score = 0.0
+        unknown_score = 0.0
+        unknown_words = 0
+        tokens = 0  # words and ends of sentences
+        sentence_count = 0
         for sentences in self._batches(texts):
-            flat, scores = self._scored(sentences)
-            out = flat == self.unknown
-            missing += int(out.sum())
-            known += float(scores[~out].sum(dtype=np.float64))
-            unknown += float(scores[out].sum(dtype=np.float64))
-            total += len(flat)
-            count += len(sentences)
+            ids, scores = self._scored(sentences)
+            is_unknown = ids == self.unknown
+            unknown_words += int(is_unknown.sum())
+            known_score += float(scores[~is_unknown].sum(dtype=np.float64))
+            unknown_score += float(scores[is_unknown].sum(dtype=np.float64))
+            tokens += len(ids)
+            sentence_count += len(sentences)
+        mean_known = known_score / max(1, tokens - unknown_words)
+        mean = (known_score + unknown_score) / max(1, tokens)
         return Quality(
-            perplexity=math.exp(min(700.0, -known / max(1, total - missing))),
-            perplexity_with_unknown=math.exp(min(700.0, -(known + unknown) / max(1, total))),
-            words=total - count, unknown=missing, sentences=count,
+            perplexity=math.exp(min(_MAX_EXPONENT, -mean_known)),
+            perplexity_with_unknown=math.exp(min(_MAX_EXPONENT, -mean)),
+            words=tokens - sentence_count,
+            unknown=unknown_words,
+            sentences=sentence_count,
         )
 
     def _batches(self, texts: Iterable[str]) -> Iterator[list[np.ndarray]]:
