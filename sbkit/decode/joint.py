@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sbkit.data.tokens import Tokenizer
 
 Step = Callable[[Tensor, Tensor], Tensor]
-End = tuple[float, float, tuple[int, ...]]  # score, CTC's log-probability, tokens
 _IMPOSSIBLE = -1e30  # a log-probability; finite, so that the difference of two is not NaN
 _SILENT = -1e4  # CTC's log-probability of a token where nobody speaks: no decoder is so sure of one
 _POSSIBLE = -1e20  # scores above this are of real hypotheses
@@ -51,6 +50,14 @@ class _Beams:
         return self.tokens.shape[2] - 1
 
 
+class _Finished(NamedTuple):
+    """A transcript that has ended."""
+
+    score: float
+    ctc: float  # CTC's log-probability
+    tokens: tuple[int, ...]
+
+
 class JointSearch:
     """Search for the best transcripts of a batch with an attention decoder and CTC.
 
@@ -75,9 +82,13 @@ class JointSearch:
         self.tokenizer: Any = tokenizer  # a Tokenizer when a search begins
         self.model_spelling: Spelling | None = None
         """How the model's tokens are written. None: the length of a frame is unknown, so pauses end no word."""
-        self.beam, self.nbest = max(beam, nbest), nbest
-        self.ctc_weight, self.token_score = float(ctc_weight), float(token_score)
-        self.blank_id, self.bos_id, self.eos_id = blank_id, bos_id, eos_id
+        self.beam = max(beam, nbest)
+        self.nbest = nbest
+        self.ctc_weight = float(ctc_weight)
+        self.token_score = float(token_score)
+        self.blank_id = blank_id
+        self.bos_id = bos_id
+        self.eos_id = eos_id
 
     @torch.no_grad()
     def decode(self, log_probs: Tensor, lengths: Tensor, step: Step) -> list[list[Hypothesis]]:
@@ -89,41 +100,59 @@ class JointSearch:
             log-probabilities [N, V] of the next token
         """
         check_shapes(log_probs, lengths)
+        log_probs = self._silenced(log_probs, lengths)
+        finished = self._search(log_probs, lengths, step)
+
+        # The spans of their tokens are those of CTC's alignment.
+        utterance = [number for number, transcripts in enumerate(finished) for _ in transcripts]
+        tokens = [torch.tensor(transcript.tokens, dtype=torch.int64)
+                  for transcripts in finished for transcript in transcripts]
+        if not tokens:
+            return [[] for _ in finished]
+        spans = iter(align(log_probs[utterance], lengths[utterance],
+                           torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True),
+                           torch.tensor(list(map(len, tokens))), self.blank_id))
+        return [[self._hypothesis(transcript, next(spans)) for transcript in transcripts] for transcripts in finished]
+
+    def _silenced(self, log_probs: Tensor, lengths: Tensor) -> Tensor:
+        """Make frames that are far from speech, as in ``near_speech``, blanks."""
         outside = torch.arange(log_probs.shape[1], device=lengths.device) >= lengths[:, None]
         log_probs = log_probs.masked_fill(outside[..., None], 0.0)  # values beyond the end are arbitrary
         refuse_nan(log_probs.sum(-1).cpu().numpy())
         spoken = (log_probs.amax(-1) > log_probs[..., self.blank_id]).cpu().numpy()
         silent = torch.from_numpy(~near_speech(spoken)).to(log_probs.device)[..., None]
         blank = torch.arange(log_probs.shape[-1], device=log_probs.device) == self.blank_id
-        log_probs = log_probs.masked_fill(silent & ~blank, _SILENT).masked_fill(silent & blank, 0.0)
-        found: list[list[End]] = [[] for _ in range(len(lengths))]
-        rows, beams = torch.arange(len(lengths), device=log_probs.device), self._begin(log_probs, lengths)
+        return log_probs.masked_fill(silent & ~blank, _SILENT).masked_fill(silent & blank, 0.0)
+
+    def _search(self, log_probs: Tensor, lengths: Tensor, step: Step) -> list[list[_Finished]]:
+        """The best transcripts of each utterance."""
+        finished: list[list[_Finished]] = [[] for _ in range(len(lengths))]
+        rows = torch.arange(len(lengths), device=log_probs.device)  # of utterances that go on
+        beams = self._begin(log_probs, lengths)
         while len(rows):
             following = step(beams.tokens.flatten(0, 1), rows.repeat_interleave(self.beam))
             following = following.double().view(len(rows), self.beam, -1)
-            ends = [found[row] for row in rows.tolist()]
-            self._finish(beams, following[..., self.eos_id], ends)
+            finished_of_rows = [finished[row] for row in rows.tolist()]
+            self._finish(beams, following[..., self.eos_id], finished_of_rows)
             beams = self._extend(beams, following)
+
             # An utterance goes on while one of its hypotheses may still beat the finished ones.
             bound = beams.score.amax(1) + max(0.0, self.token_score) * (beams.lengths - beams.size)
-            to_beat = [each[-1][0] if len(each) == self.nbest else _POSSIBLE for each in ends]
+            to_beat = [transcripts[-1].score if len(transcripts) == self.nbest else _POSSIBLE
+                       for transcripts in finished_of_rows]
             active = bound > torch.tensor(to_beat, dtype=bound.dtype, device=bound.device)
             active &= beams.size <= beams.lengths
             if not active.all():
-                rows, beams = rows[active], beams.take(active)
-        # The spans of their tokens are those of CTC's alignment.
-        owner = [row for row, ends in enumerate(found) for _ in ends]
-        tokens = [torch.tensor(tokens, dtype=torch.int64) for ends in found for _, _, tokens in ends]
-        if not tokens:
-            return [[] for _ in found]
-        spans = iter(align(log_probs[owner], lengths[owner], torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True),
-                           torch.tensor(list(map(len, tokens))), self.blank_id))
-        return [[self._hypothesis(end, next(spans)) for end in ends] for ends in found]
+                rows = rows[active]
+                beams = beams.take(active)
+        return finished
 
-    def _hypothesis(self, end: End, spans: TokenSpans) -> Hypothesis:
-        score, ctc, tokens = end
-        text = self.tokenizer.decode(tokens) if self.model_spelling is None else self.model_spelling.text(spans)
-        return Hypothesis(text, score, ctc, spans)
+    def _hypothesis(self, transcript: _Finished, spans: TokenSpans) -> Hypothesis:
+        if self.model_spelling is None:
+            text = self.tokenizer.decode(transcript.tokens)
+        else:
+            text = self.model_spelling.text(spans)
+        return Hypothesis(text, transcript.score, transcript.ctc, spans)
 
     def _begin(self, log_probs: Tensor, lengths: Tensor) -> _Beams:
         ctc = log_probs.double().clamp_min(-1e4)
@@ -135,17 +164,21 @@ class JointSearch:
         return _Beams(ctc, ctc.exp(), lengths, tokens, blank, torch.full_like(blank, _IMPOSSIBLE),
                       torch.zeros_like(score), score)
 
-    def _finish(self, beams: _Beams, end: Tensor, found: list[list[End]]) -> None:
-        """End every hypothesis with the decoder's log-probability ``end`` [B, K], and add the best to ``found``."""
+    def _finish(self, beams: _Beams, end: Tensor, finished: list[list[_Finished]]) -> None:
+        """End every hypothesis with the decoder's log-probability ``end`` [B, K], and add the best to ``finished``."""
         last = beams.lengths[:, None, None].expand(-1, self.beam, 1)
         ctc = torch.logaddexp(beams.blank.gather(2, last), beams.other.gather(2, last))[..., 0]
         score = self._combine(ctc, beams.attention + end, beams.size).where(beams.score > _POSSIBLE, _IMPOSSIBLE)
-        columns = zip(found, score.tolist(), ctc.tolist(), beams.tokens[..., 1:].tolist(), strict=True)
-        for ends, *hypotheses in columns:
-            ends += [(score, ctc, tuple(tokens)) for score, ctc, tokens in zip(*hypotheses, strict=True)
-                     if score > _POSSIBLE]
-            ends.sort(key=lambda each: -each[0])
-            del ends[self.nbest:]
+        scores = score.tolist()
+        ctc_scores = ctc.tolist()
+        token_lists = beams.tokens[..., 1:].tolist()
+        for utterance, transcripts in enumerate(finished):
+            for place, tokens in enumerate(token_lists[utterance]):
+                if scores[utterance][place] > _POSSIBLE:
+                    transcripts.append(_Finished(scores[utterance][place], ctc_scores[utterance][place],
+                                                 tuple(tokens)))
+            transcripts.sort(key=lambda transcript: -transcript.score)
+            del transcripts[self.nbest:]
 
     def _combine(self, ctc: Tensor, attention: Tensor, tokens: int) -> Tensor:
         return self.ctc_weight * ctc + (1 - self.ctc_weight) * attention + self.token_score * tokens
@@ -156,6 +189,7 @@ class JointSearch:
         outside = (torch.arange(frames, device=beams.ctc.device) >= beams.lengths[:, None])[:, None]
         total = torch.logaddexp(beams.blank, beams.other)
         last = beams.tokens[..., -1]
+
         # The probability that a continuation begins in any frame, after all tokens before it.
         before = total[..., :-1].masked_fill(outside, _IMPOSSIBLE)
         peak = before.amax(-1, keepdim=True)
@@ -167,16 +201,22 @@ class JointSearch:
         score[..., [self.blank_id, self.bos_id, self.eos_id]] = _IMPOSSIBLE
         score = score.masked_fill((beams.score <= _POSSIBLE)[..., None], _IMPOSSIBLE)
         score, place = score.flatten(1).topk(self.beam, dim=1)
-        parent, token = place // labels, place % labels
+        parent = place // labels
+        token = place % labels
 
-        here = torch.arange(batch, device=place.device)[:, None]
-        blank, repeats = beams.blank[here, parent], token == last[here, parent]
+        utterance = torch.arange(batch, device=place.device)[:, None]
+        repeats = token == last[utterance, parent]
         # The new token may begin after any path of the prefix, but a repeated token only after a blank.
-        other = _recur(_log_probs_of(beams.ctc, token), blank.where(repeats[..., None], total[here, parent]))
+        preceding = beams.blank[utterance, parent].where(repeats[..., None], total[utterance, parent])
+        other = _recur(_log_probs_of(beams.ctc, token), preceding)
         return replace(
-            beams, tokens=torch.cat([beams.tokens[here, parent], token[..., None]], 2), other=other,
+            beams,
+            tokens=torch.cat([beams.tokens[utterance, parent], token[..., None]], 2),
+            other=other,
             blank=_recur(beams.ctc[:, None, :, self.blank_id].expand(-1, self.beam, -1), other),
-            attention=attention.flatten(1).gather(1, place), score=score)
+            attention=attention.flatten(1).gather(1, place),
+            score=score,
+        )
 
 
 def _log_probs_of(ctc: Tensor, tokens: Tensor) -> Tensor:
