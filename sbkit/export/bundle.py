@@ -19,10 +19,10 @@ import sbkit
 from sbkit.data import publish
 from sbkit.errors import SbkitError, is_out_of_memory, summary
 from sbkit.export import graph, layout, parity, source
+from sbkit.export.behaviour_trial import try_behaviour
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
-from sbkit.export.silence import try_behaviour
 from sbkit.export.source import Trained
 from sbkit.runs.keys import Bundles
 from sbkit.runs.restore import BEST
@@ -98,8 +98,9 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         writer = _BundleWriter(temporary, trained, request)
         comparison, config = writer.write_and_compare()
         writer.finish(comparison, config)
-        told = "" if bundles is None else try_behaviour(
-            temporary, config, bundles, comparison.clips.alone, trained.keys.corpus)
+        behaviour = ""
+        if bundles is not None:
+            behaviour = try_behaviour(temporary, config, bundles, comparison.clips.alone, trained.keys.corpus)
         publish.publish(temporary, to, layout.FOLDER, request.force, keep, write_mark)
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     print(comparison.joining(), comparison.clip_names(), sep="", end="")
@@ -111,7 +112,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         print(f"left out: {name}, because {reason}")
     if config.left_out and comparison.hint:
         print(comparison.hint)
-    print(told, end="")
+    print(behaviour, end="")
     print(f"\n{request.to}  ({config.use.format(request.to)})")
     return 0
 

@@ -1,4 +1,4 @@
-"""What a new recogniser's bundle is told to be worth: calibrated confidences, words where nobody speaks."""
+"""A new recogniser is tried beyond its test set: calibrated confidences, hallucinated words on non-speech."""
 
 import json
 from types import SimpleNamespace
@@ -10,8 +10,8 @@ from sounds import speechlike
 
 from sbkit.data.manifest import Manifest
 from sbkit.decode.spans import Word
-from sbkit.export import layout, silence
-from sbkit.export.silence import try_behaviour
+from sbkit.export import confidence, layout
+from sbkit.export.behaviour_trial import try_behaviour
 from sbkit.infer.transcript import Transcript
 
 SAID = "one two three four"
@@ -24,19 +24,21 @@ class Doubtful:
     """
 
     def __init__(self, seconds=0.0):
-        self.seconds, self.now, self.heard = seconds, 0.0, 0
+        self.seconds = seconds
+        self.now = 0.0
+        self.signals = 0
 
     def transcriber(self, folder, rate):
         def transcribe(signals):
             self.now += self.seconds * len(signals)
-            self.heard += len(signals)
+            self.signals += len(signals)
             return [Transcript("", SAID, [Word(text, 0.0, 0.1, 0.6 if text == "wrong" else 0.7)
                                           for text in ("one", "two", "three", "wrong")]) for _ in signals]
         return transcribe
 
 
 def bundle(folder, utterances, wav=None):
-    """A bundle's folder, the configuration in it, and a corpus with so many utterances in its split dev."""
+    """Return the configuration of a bundle in ``folder``, and a corpus with ``utterances`` in its split dev."""
     soundfile.write(folder / "a.wav", speechlike(0.5), 16_000)
     Manifest(ids=[str(i) for i in range(utterances)], wavs=[wav or str(folder / "a.wav")] * utterances,
              texts=[SAID] * utterances, durations=[0.5] * utterances).write(folder / "dev.csv")
@@ -48,9 +50,10 @@ def bundle(folder, utterances, wav=None):
 
 
 @pytest.mark.parametrize("utterances, points", [(60, 2), (5, 0)])
-def test_confidences_are_calibrated_on_dev_and_silence_where_there_are_words_enough(tmp_path, utterances, points):
+def test_calibrates_confidences_on_dev_and_silence_if_there_are_enough_words(tmp_path, utterances, points):
     config, corpus = bundle(tmp_path, utterances)
-    assert "80.0 words a minute" in try_behaviour(tmp_path, config, Doubtful(), [], corpus)
+    line = try_behaviour(tmp_path, config, Doubtful(), [], corpus)
+    assert line.startswith("hallucinated words per minute on non-speech: 80.0 ")
     written = json.loads((tmp_path / "config.json").read_text())["reliability"]
     readme = (tmp_path / "README.md").read_text()
     if not points:
@@ -64,18 +67,18 @@ def test_confidences_are_calibrated_on_dev_and_silence_where_there_are_words_eno
 
 
 @pytest.mark.parametrize("seconds, calibrated", [(0.5, 60), (2.0, 24)])
-def test_calibration_ends_after_half_a_minute_with_the_words_that_it_has_by_then(
-        tmp_path, monkeypatch, seconds, calibrated):
-    (config, corpus), slow = bundle(tmp_path, 100), Doubtful(seconds)
-    monkeypatch.setattr(silence.time, "monotonic", lambda: slow.now)
+def test_calibration_stops_after_half_a_minute(tmp_path, monkeypatch, seconds, calibrated):
+    config, corpus = bundle(tmp_path, 100)
+    slow = Doubtful(seconds)
+    monkeypatch.setattr(confidence.time, "monotonic", lambda: slow.now)
     try_behaviour(tmp_path, config, slow, [], corpus)
     written = (tmp_path / "README.md").read_text()
     assert (f"{calibrated} recordings of dev and of silence" in written) == (4 * calibrated >= 200)
-    assert slow.heard - calibrated <= 16  # what follows is at most two thirds of the trials
+    assert slow.signals - calibrated <= 16  # what follows is at most two thirds of the trials
 
 
 def test_calibration_downloads_nothing(tmp_path, monkeypatch):
     config, corpus = bundle(tmp_path, 60, "https://example.org/a.wav")
-    monkeypatch.setattr(silence, "clips_of", None)
+    monkeypatch.setattr(confidence, "clips_of", None)
     try_behaviour(tmp_path, config, Doubtful(), [], corpus)
     assert "How far to trust" not in (tmp_path / "README.md").read_text()
