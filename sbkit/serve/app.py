@@ -42,14 +42,15 @@ from sbkit.serve.live import LiveSessions
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedGraph, ServedModel, ServedVoice, recognise
 from sbkit.serve.replies import Streamed
+from sbkit.serve.request_context import ClientDisconnected, RequestContext
+from sbkit.serve.request_slots import RequestSlots
 from sbkit.serve.served import Served
 from sbkit.serve.speech import limit_size, read_request, stream_body, synthesise
-from sbkit.serve.work import ClientDisconnected, RequestContext, RequestSlots
 
 _log = logging.getLogger(__name__)
-_CLIENT_LEFT = 499  # never sent, only counted
-_DECODED = object()
-_FORM_BYTES = 1 << 16  # of a form for boundaries and short fields, in addition to the file
+_CLIENT_LEFT = 499  # a status that is never sent, only counted
+_DECODED = object()  # reported once an upload turned out to be audio
+_FORM_BYTES = 1 << 16  # of a form's boundaries and short fields, in addition to the file
 _MAX_NUMBERS = 1_000_000  # in a JSON response
 _TRANSCRIPTIONS, _CORRECTIONS = "/v1/audio/transcriptions", "/v1/audio/corrections"
 
@@ -89,11 +90,13 @@ class State:
         return self.registry
 
     def faults(self) -> list[str]:
-        return [each.fault for each in self.registry or () if each.fault]
+        """Why models can't run any more; empty if all can."""
+        faults = [served.fault for served in self.registry or ()]
+        return [fault for fault in faults if fault]
 
 
 def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts | None) -> ASGIApp:
-    slots = RequestSlots(state.limits, state.metrics)
+    slots = RequestSlots(state.limits)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -107,23 +110,32 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
     _register_gauges(state, slots)
 
     async def index(_: Request) -> Response:
-        text, policy = _page()
-        return HTMLResponse(text, headers={"content-security-policy": policy, "referrer-policy": "no-referrer",
+        page, policy = _page()
+        return HTMLResponse(page, headers={"content-security-policy": policy, "referrer-policy": "no-referrer",
                                            "cache-control": "no-cache"})
 
     async def health(request: Request) -> Response:
         """Report whether the process should be kept alive, without running a model."""
         faults = state.faults()
-        facts: dict[str, Any] = {"status": "unhealthy" if faults else "loading" if state.registry is None else "ok"}
+        status = "ok"
+        if faults:
+            status = "unhealthy"
+        elif state.registry is None:
+            status = "loading"
+        facts: dict[str, Any] = {"status": status}
         if request.scope[AUTHORISED]:
             facts |= {"version": sbkit.__version__, "faults": faults,
-                      "models": {each.name: each.facts for each in state.registry or ()}}
+                      "models": {served.name: served.facts for served in state.registry or ()}}
         return JSONResponse(facts, 503 if faults else 200)
 
     async def ready(request: Request) -> Response:
         """Report whether the server accepts requests, and will for some time."""
-        why = "stopping" if state.draining else "loading" if state.registry is None else None
-        if why is None and (faults := state.faults()):
+        why = None
+        if state.draining:
+            why = "stopping"
+        elif state.registry is None:
+            why = "loading"
+        elif faults := state.faults():
             why = "; ".join(faults) if request.scope[AUTHORISED] else "unhealthy"
         return JSONResponse({"ready": why is None, "why": why}, 200 if why is None else 503)
 
@@ -131,18 +143,19 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
         return PlainTextResponse(state.metrics.text(), media_type=metrics.CONTENT_TYPE)
 
     async def models(_: Request) -> Response:
-        data = [each.listed for each in state.loaded()]
-        for each in data if state.corrections is not None else ():
-            if _TRANSCRIPTIONS in each["endpoints"]:
-                each["endpoints"] = [*each["endpoints"], _CORRECTIONS]
+        data = [served.listed for served in state.loaded()]
+        if state.corrections is not None:
+            for facts in data:
+                if _TRANSCRIPTIONS in facts["endpoints"]:
+                    facts["endpoints"] = [*facts["endpoints"], _CORRECTIONS]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(request: Request) -> Response:
-        any_kind = state.loaded().find(request.path_params["name"], Served)  # type: ignore[type-abstract]  # never made
-        return JSONResponse(any_kind.listed)
+        served = state.loaded().find(request.path_params["name"], Served)  # type: ignore[type-abstract]  # never made
+        return JSONResponse(served.listed)
 
     async def voices(_: Request) -> Response:
-        data = [voice for each in state.loaded().of(ServedVoice) for voice in each.voices]
+        data = [voice for served in state.loaded().of(ServedVoice) for voice in served.voices]
         return JSONResponse({"object": "list", "data": data})
 
     async def transcriptions(request: Request) -> Response:
@@ -161,30 +174,33 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
             return await anext(context.stream(lambda _: _outputs(state, parsed, reservation, context),
                                               parsed.served.batcher.backlog))
 
-    async def correct(request: Request) -> Response:
+    def corrections() -> Corrections:
+        """The folder of corrections; raises ``ApiError`` 404 if this server has none."""
         if state.corrections is None:
-            error = invalid("this server keeps no corrections; sbkit serve --corrections FOLDER does",
-                            code="unknown_url")
-            error.status = 404
-            raise error
-        kept = state.corrections
-        if request.method == "DELETE":
-            await asyncio.to_thread(kept.delete, request.path_params["id"])
-            return JSONResponse({"id": request.path_params["id"], "deleted": True})
+            raise ApiError(404, "this server keeps no corrections; sbkit serve --corrections FOLDER does",
+                           code="unknown_url")
+        return state.corrections
+
+    async def add_correction(request: Request) -> Response:
+        folder = corrections()
         with _uploaded(state, slots, request, ServedModel) as (upload, context, reservation, _):
             parsed = await context.read(form.read(upload, form.correction, state.loaded))
-            return await anext(context.stream(lambda _: _correct(state, kept, parsed, reservation, context),
+            return await anext(context.stream(lambda _: _correct(state, folder, parsed, reservation, context),
                                               parsed.served.batcher.backlog))
+
+    async def delete_correction(request: Request) -> Response:
+        await asyncio.to_thread(corrections().delete, request.path_params["id"])
+        return JSONResponse({"id": request.path_params["id"], "deleted": True})
 
     async def speech(request: Request) -> Response:
         with contextlib.ExitStack() as stack:
             stack.enter_context(slots.slot(clients.address(request.scope)))
             request = form.limited(request, state.limits, limit_size)
-            context = slots.context(request)
+            context = RequestContext(request, slots, state.metrics)
             stack.callback(context.close)
             parsed = await context.read(read_request(request, state.loaded, context.run_in_thread))
             parts = synthesise(context, parsed, state.metrics)
-            first = await anext(parts)  # from here on nothing is wrong with the request
+            first = await anext(parts)  # raises here if something is wrong with the request
             body = stream_body(first, parts, parsed.sse, request.scope[REQUEST_ID], state.metrics)
             return Streamed(replies.STREAM if parsed.sse else KINDS[parsed.kind].media_type, body, stack.pop_all())
 
@@ -192,16 +208,14 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
         await state.live_sessions.session(websocket, state.loaded())
 
     async def unknown_socket(websocket: WebSocket) -> None:
-        error = invalid(f"there is no WebSocket at {websocket.url.path[:80]}; live transcription is at /v1/audio/live",
-                        code="unknown_url")
-        error.status = 404
-        raise error
+        raise ApiError(404, f"there is no WebSocket at {websocket.url.path[:80]}; live transcription is at "
+                       "/v1/audio/live", code="unknown_url")
 
     app = Starlette(routes=[
         Route("/", index), Route("/health", health), Route("/ready", ready), Route("/metrics", prometheus),
         Route("/v1/models", models), Route("/v1/models/{name}", model), Route("/v1/audio/voices", voices),
-        Route(_TRANSCRIPTIONS, transcriptions, methods=["POST"]), Route(_CORRECTIONS, correct, methods=["POST"]),
-        Route(f"{_CORRECTIONS}/{{id}}", correct, methods=["DELETE"]),
+        Route(_TRANSCRIPTIONS, transcriptions, methods=["POST"]), Route(_CORRECTIONS, add_correction, methods=["POST"]),
+        Route(f"{_CORRECTIONS}/{{id}}", delete_correction, methods=["DELETE"]),
         Route("/v1/audio/outputs", outputs, methods=["POST"]), Route("/v1/audio/speech", speech, methods=["POST"]),
         WebSocketRoute("/v1/audio/live", live), WebSocketRoute("/{path:path}", unknown_socket),
     ], lifespan=lifespan, exception_handlers=_error_handlers(state))
@@ -226,7 +240,7 @@ def _uploaded(state: State, slots: RequestSlots, request: Request, kind: type[Se
             reservation.grow(size)
 
         request = form.limited(request, state.limits, reserve)
-        context = slots.context(request)
+        context = RequestContext(request, slots, state.metrics)
         stack.callback(context.close)
         if state.registry is not None:
             context.expect([served.batcher.backlog for served in state.registry.of(kind)],
@@ -239,14 +253,15 @@ def _uploaded(state: State, slots: RequestSlots, request: Request, kind: type[Se
 
 def _outputs(state: State, parsed: OutputsForm, reservation: DiskReservation, context: RequestContext) -> Response:
     """Run a model that outputs tensors in a thread, and make the response."""
-    served, rate = parsed.served, parsed.served.config.sample_rate
+    served = parsed.served
+    rate = served.config.sample_rate
     with _decoded(state, parsed, reservation, context) as (wave, work):
         if wave.samples > MAX_SECONDS * rate:
             raise invalid(f"this model takes recordings up to {MAX_SECONDS:g} s", "file", "invalid_audio")
         signal = np.concatenate(list(wave.blocks()))
         wave.close()  # others may have its room on the disk while this one waits for the model
-        found = context.job.result(context.job.watch(served.batcher.submit(signal, context.job.client, work)))
-        output = served.engine.output(found)
+        future = context.job.watch(served.batcher.submit(signal, context.job.client, work))
+        output = served.engine.output(context.job.result(future))
     state.metrics.audio.labels(served.name).inc(len(signal) / rate)
     if parsed.sound:
         with refused_for("response_format", "unsupported_value"):
@@ -257,7 +272,7 @@ def _outputs(state: State, parsed: OutputsForm, reservation: DiskReservation, co
     return JSONResponse({"model": served.name, **output.facts()})
 
 
-def _correct(state: State, kept: Corrections, parsed: CorrectionForm, reservation: DiskReservation,
+def _correct(state: State, corrections: Corrections, parsed: CorrectionForm, reservation: DiskReservation,
              context: RequestContext) -> Response:
     """Keep a recording and its words, in a thread."""
     rate = parsed.served.config.sample_rate
@@ -267,8 +282,8 @@ def _correct(state: State, kept: Corrections, parsed: CorrectionForm, reservatio
                           f"{MAX_CORRECTED_SECONDS:g} s: cut it at a pause", "file", "invalid_audio")
         if wave.warning is not None:  # its words may be those of the whole, as in a corpus
             raise invalid(f"{wave.warning}: send all of the recording", "file", "invalid_audio")
-        return JSONResponse(kept.save(np.concatenate(list(wave.blocks())), rate, parsed.text, heard=parsed.heard,
-                                      model=parsed.served.name))
+        signal = np.concatenate(list(wave.blocks()))
+        return JSONResponse(corrections.save(signal, rate, parsed.text, heard=parsed.heard, model=parsed.served.name))
 
 
 @contextlib.contextmanager
@@ -297,15 +312,17 @@ def _transcribe(state: State, parsed: Form, reservation: DiskReservation, contex
     state.metrics.audio.labels(parsed.served.name).inc(transcript.duration)
     if parsed.stream:
         return transcript
-    value = None if state.corrections is None else worth(transcript.words, state.corrections.words)
-    return replies.reply(transcript, parsed.response_format, parsed.granularities, value)
+    worth_correcting = None
+    if state.corrections is not None:
+        worth_correcting = worth(transcript.words, state.corrections.words)
+    return replies.reply(transcript, parsed.response_format, parsed.granularities, worth_correcting)
 
 
-async def _events(found: AsyncIterator[str | Transcript], request: str) -> AsyncGenerator[bytes, None]:
+async def _events(results: AsyncIterator[str | Transcript], request: str) -> AsyncGenerator[bytes, None]:
     """Yield pieces of the text as they are recognised, then the whole text. An error is the last event."""
     try:
-        async for each in found:
-            yield replies.delta(each) if isinstance(each, str) else replies.done(each)
+        async for result in results:
+            yield replies.delta(result) if isinstance(result, str) else replies.done(result)
         yield replies.END_OF_STREAM
     except ClientDisconnected:
         pass
@@ -326,13 +343,15 @@ def _error_handlers(state: State) -> dict[Any, Callable[..., Any]]:  # as Starle
 
     async def unknown(request: Request, error: HTTPException) -> Response:
         """Answer requests for unknown paths or methods."""
-        found = invalid(f"{request.method} {request.url.path[:80]}: {error.detail}", code="unknown_url")
-        found.status, found.headers = error.status_code, dict(error.headers or {})
-        return await refused(request, found)
+        return await refused(request, ApiError(
+            error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}", code="unknown_url",
+            headers=dict(error.headers or {})))
 
     async def disconnected(request: Request, _: Exception) -> Response:
         """Respond to a disconnected client, or to one whose request was cut off because the server stops."""
-        return await refused(request, stopping()) if state.stopping else Response(status_code=_CLIENT_LEFT)
+        if state.stopping:
+            return await refused(request, stopping())
+        return Response(status_code=_CLIENT_LEFT)
 
     async def crashed(request: Request, error: Exception) -> Response:
         return await refused(request, failed(request.scope[REQUEST_ID], error))
@@ -343,19 +362,21 @@ def _error_handlers(state: State) -> dict[Any, Callable[..., Any]]:  # as Starle
 
 def _register_gauges(state: State, slots: RequestSlots) -> None:
     def by_model(read: Callable[[Any], float]) -> Callable[[], list[tuple[list[str], float]]]:
-        return lambda: [([each.name], read(each)) for each in state.registry or ()]
+        return lambda: [([served.name], read(served)) for served in state.registry or ()]
+
+    def devices() -> list[tuple[tuple[str, ...], float]]:
+        return [((served.name, used.file, used.requested, used.device, used.provider), 1.0)
+                for served in state.registry or () for used in served.placements]
 
     gauge = state.metrics.gauge
     gauge("requests_inside", "Requests running or waiting.", (), lambda: [((), slots.active)])
     gauge("live_sessions", "Live sessions.", (), lambda: [((), state.live_sessions.active)])
-    gauge("signals_waiting", "Signals waiting for a batch.", ["model"], by_model(lambda each: each.batcher.waiting))
+    gauge("signals_waiting", "Signals waiting for a batch.", ["model"], by_model(lambda served: served.batcher.waiting))
     gauge("model_device", "1, with the requested device and the one that is used.",
-          ["model", "file", "asked", "device", "provider"],
-          lambda: [((each.name, used.file, used.requested, used.device, used.provider), 1.0)
-                   for each in state.registry or () for used in each.placements])
+          ["model", "file", "asked", "device", "provider"], devices)
     gauge("bundle_refused", "1 if the bundle now in the folder can't be served in place of this one.", ["model"],
-          by_model(lambda each: float(each.refused is not None)))
-    gauge("device_fault", "1 if the device is broken.", ["model"], by_model(lambda each: float(bool(each.fault))))
+          by_model(lambda served: float(served.refused is not None)))
+    gauge("device_fault", "1 if the device is broken.", ["model"], by_model(lambda served: float(bool(served.fault))))
 
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -365,10 +386,10 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 @functools.cache
 def _page() -> tuple[str, str]:
     """Read the page, and make a policy that allows only its inline script and style."""
-    text = _PAGE.read_text(encoding="utf-8")
-    digests = {kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-               for kind, text in _INLINE.findall(text)}
+    page = _PAGE.read_text(encoding="utf-8")
+    digests = {kind: base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+               for kind, content in _INLINE.findall(page)}
     policy = (f"default-src 'none'; script-src 'sha256-{digests['script']}' blob:; worker-src blob:; "
               f"style-src 'sha256-{digests['style']}'; connect-src 'self'; img-src data:; media-src blob:; "
               "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
-    return text, policy
+    return page, policy

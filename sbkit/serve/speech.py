@@ -25,8 +25,8 @@ from sbkit.serve.errors import ApiError, failed, invalid, refused_for, too_large
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedVoice
 from sbkit.serve.replies import CutOff
+from sbkit.serve.request_context import ClientDisconnected, RequestContext
 from sbkit.serve.text import decode_utf8, parse_object
-from sbkit.serve.work import ClientDisconnected, RequestContext
 
 MAX_CHARACTERS = 4096
 _MAX_BYTES = 1 << 16  # of all these characters as JSON, each as two escapes
