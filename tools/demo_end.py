@@ -21,8 +21,7 @@ def main(run: Path) -> None:
     """Transcribe the first test clip of a run with its bundle, and try its behaviour on a short battery."""
     test = Manifest.read(run / "manifests" / "test.csv")
     clip = test.row(0)
-    with sbkit.infer.load(run / "bundle") as model:
-        assert isinstance(model, sbkit.infer.Model), "the demo trains a recogniser"
+    with sbkit.infer.load(run / "bundle", expect=sbkit.infer.Model) as model:  # the demo trains a recogniser
         print(f"\n{clip.wav}\nreference   {clip.text}\nhypothesis  {model.transcribe(clip.wav).text}")
         rate = model.sample_rate
         clips = [(read_utterance(each.wav, each.start, each.duration, sample_rate=rate), each.text)

@@ -237,6 +237,7 @@ class _BundleWriter:
         """Make the configuration of a bundle with the formats that are kept."""
         kept = self.formats.kept
         config = complete(self.exported.config(program, clips), self.trained)
+        layout.check_kind(config)
         config.models = {name: layout.MODELS[name] for name in kept}
         for companion, files in self.companions:
             present = {name: file for name, file in files.items() if name in kept}

@@ -99,9 +99,7 @@ _SAMPLES = integer(0, MAX_SECONDS * MAX_RATE)
 T = TypeVar("T", bound="Bundle | Streaming")
 B = TypeVar("B", bound="Bundle")
 V = TypeVar("V")
-#: The configuration of each kind of bundle. A class that derives from ``Bundle`` and names its ``kind`` is added.
-KINDS: dict[str, type[Bundle]] = {}
-#: Where installed packages say which module defines a kind: an entry point with its name.
+#: Where installed packages say which module adds a kind to ``KINDS``: an entry point with its name.
 ENTRY_POINTS = "sbkit.bundles"
 
 
@@ -132,10 +130,6 @@ class Bundle:
     made_by: dict[str, str] = value(Object(), default_factory=dict)
     left_out: dict[str, str] = value(Object(String(0, 100_000)), default_factory=dict)
     """Formats that the export left out, with the reason."""
-
-    def __init_subclass__(cls) -> None:
-        if "kind" in vars(cls):
-            KINDS[cls.kind] = cls
 
     @classmethod
     def of(cls: type[B], values: dict[str, Any], path: Path) -> B:
@@ -481,6 +475,36 @@ class CodecConfig(Bundle):
         _refuse(str(path), "min_frames", self.min_frames, integer(maximum=limit))
         _refuse(str(path), "context", self.context, Nullable(integer(0, limit)))
         _check_formats(path, "decoders", self.decoders, self.models)
+
+
+#: The configuration of each kind of bundle, by its name in config.json. ``sbkit.infer.add_kind`` adds one of your own.
+KINDS: dict[str, type[Bundle]] = {
+    GRAPH: GraphConfig,
+    LABELS: LabelsConfig,
+    ENHANCER: EnhancerConfig,
+    CTC: Config,
+    TRANSDUCER: TransducerConfig,
+    VOICE: VoiceConfig,
+    CODEC: CodecConfig,
+}
+
+
+def add_kind(config: type[Bundle]) -> None:
+    """Add a configuration to ``KINDS`` under its ``kind``; raises if another class has that name."""
+    known = KINDS.get(config.kind, config)
+    # A module that is imported anew defines the same class again.
+    if (known.__module__, known.__qualname__) != (config.__module__, config.__qualname__):
+        raise SbkitError(f"{config.__name__} has the kind {config.kind!r}, which {known.__name__} of "
+                         f"{known.__module__} has already", hint=f"give {config.__name__} a kind of its own")
+    KINDS[config.kind] = config
+
+
+def check_kind(config: Bundle) -> None:
+    """Raise unless a bundle that is written with this configuration can be read again."""
+    if KINDS.get(config.kind) is not type(config):
+        name = type(config).__name__
+        raise SbkitError(f"bundles with a {name} could not be read, because its kind {config.kind!r} was never added",
+                         hint=f"call sbkit.infer.add_kind({name}) in the file that defines it")
 
 
 class ByKind(dict[type[Bundle], V]):

@@ -11,7 +11,7 @@ import numpy as np
 from sbkit.decode.spans import Word
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.chunks import Chunk
-from sbkit.infer.decoding import DecodedTokens, Decoder
+from sbkit.infer.decoding import DecodedTokens, Decoder, Stretch
 from sbkit.infer.transcript import Transcript
 
 _MAX_CHUNKS = 8  # chunks without a pause between them that are decoded together
@@ -23,7 +23,7 @@ class Assembly:
 
     parts: dict[int, tuple[np.ndarray, bool]] = field(default_factory=dict)
     """By chunk number: log-probabilities [T, V], and whether the next chunk continues them."""
-    stretches: list[Any] = field(default_factory=list)
+    stretches: list[Stretch] = field(default_factory=list)
     """The decoder's data for the parts up to each pause."""
     first_open: int = 0
     """Number of the first chunk that is not in a stretch yet."""
@@ -36,7 +36,7 @@ class Assembly:
     def complete(self) -> bool:
         return self.first_open == self.expected
 
-    def add(self, number: int, chunk: Chunk, log_probs: np.ndarray, frame_samples: int, decoder: Decoder) -> None:
+    def add(self, number: int, chunk: Chunk, log_probs: np.ndarray, frame_samples: int, decoder: Decoder[Any]) -> None:
         """Add the output [T, V] for a chunk; a pause closes the stretch, and speech without one is split after
         ``_MAX_CHUNKS``."""
         if chunk.keep is None:
@@ -78,19 +78,19 @@ class StableWords:
     frames after it are decoded again.
     """
 
-    def __init__(self, decoder: Decoder, vocabulary: Vocabulary):
+    def __init__(self, decoder: Decoder[Any], vocabulary: Vocabulary):
         self._decoder, self._vocabulary = decoder, vocabulary
-        self._open: list[Any] = []  # stretches whose words may change
+        self._open: list[Stretch] = []  # stretches whose words may change
         self._first = 0  # their first frame in the recording
         self._frames = 0
         self._decode_at = 0  # frames from which on they are decoded again
         self.words: list[Word] = []
         """The settled words."""
 
-    def add(self, stretches: Sequence[Any]) -> None:
+    def add(self, stretches: Sequence[Stretch]) -> None:
         """Add stretches as returned by the decoder's ``keep``."""
         self._open += stretches
-        self._frames += sum(map(self._decoder.frames, stretches))
+        self._frames += sum(stretch.frames for stretch in stretches)
         if not self._decoder.joins:
             self.end()
         elif self._frames > self._decode_at:

@@ -219,34 +219,26 @@ def closed_error() -> SbkitError:
     return SbkitError("the model was closed", hint="load it again")
 
 
-#: Loads each kind of bundle, given its folder, model, device, threads and other options that it takes.
-LOADERS: layout.ByKind[Callable[..., Any]] = layout.ByKind()
 E = TypeVar("E", bound=BundleEngine)
 
 
 class LoadedBundle(_Closing, Generic[E]):
-    """A loaded bundle, which any number of threads may call.
+    """A loaded bundle of any kind, which any number of threads may call.
 
-    A subclass names the configuration of the kind that it loads, ``class Voice(LoadedBundle[VoiceEngine],
-    of=VoiceConfig)``, and so is in ``LOADERS``.
+    What it can do besides is its subclass's: ``sbkit.infer.kinds.MODELS`` says which one loads which kind.
     """
-
-    engine_type: ClassVar[Any]
-    """The class of :attr:`engine`, for :meth:`open`."""
-
-    def __init_subclass__(cls, of: type[Bundle] | None = None) -> None:
-        super().__init_subclass__()
-        if of is not None:
-            LOADERS[of] = cls.open
 
     def __init__(self, engine: E):
         self.engine = engine
 
     @classmethod
+    @abstractmethod
     def open(cls, bundle: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
              threads: int | None = None) -> Self:
-        """Load a bundle of this kind; the arguments are those of ``sbkit.infer.load``."""
-        return cls(cls.engine_type(bundle, model, device, threads))
+        """Load a bundle of this kind; the arguments are those of ``sbkit.infer.load``.
+
+        ``load`` passes on ``compile``, ``options`` and ``buckets`` too, if a subclass has arguments of these names.
+        """
 
     @property
     def running(self) -> Placement:

@@ -14,7 +14,8 @@ from sbkit.decode.durations import Alignment, spell
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.codec import CodecModel
-from sbkit.infer.model import Model, load
+from sbkit.infer.kinds import load
+from sbkit.infer.model import Model
 from sbkit.infer.transcript import Transcript
 
 M = TypeVar("M", CodecModel, Model)

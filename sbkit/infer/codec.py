@@ -65,7 +65,7 @@ def batches(parts: Sequence[CodecChunk], config: layout.CodecConfig) -> list[lis
     return [[parts[index] for index in indices] for indices in plan]
 
 
-class CodecModel(LoadedBundle[CodeEngine], of=layout.CodecConfig):
+class CodecModel(LoadedBundle[CodeEngine]):
     """A loaded codec, which any number of threads may call.
 
     >>> codec = sbkit.infer.load("bundle")                # doctest: +SKIP

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,11 +29,11 @@ from sbkit.infer.device import DeviceChoice
 from sbkit.infer.onnx_session import Interface
 
 if TYPE_CHECKING:
+    from sbkit.decode.posteriors import Events
     from sbkit.decode.token_search import TokenSearch
 
 #: Rows of an example; graphs take any number.
 _ROWS = 2
-Kept = Any  # a decoder's data of a stretch, which only that decoder reads
 
 
 class DecodedTokens(NamedTuple):
@@ -43,67 +43,95 @@ class DecodedTokens(NamedTuple):
     spans: TokenSpans
 
 
-class Decoder(ABC):
-    """Keeps compact data of each stretch of a recording, and decodes them when the recording is complete."""
+class Stretch(Protocol):
+    """What a decoder keeps of a stretch of a recording; the rest of it is between that decoder and itself."""
+
+    @property
+    def frames(self) -> int:
+        """The number of its output frames."""
+
+
+S = TypeVar("S", bound=Stretch)
+
+
+class Decoder(ABC, Generic[S]):
+    """Keeps compact data ``S`` of each stretch of a recording, and decodes them when the recording is complete."""
 
     at_once: int
     """How many recordings to decode together."""
     joins = False
-    """Whether words may continue in the next stretch; if not, :meth:`keep` also returns the number of frames."""
+    """Whether words may continue in the next stretch."""
 
     @abstractmethod
-    def keep(self, log_probs: np.ndarray) -> Kept:
+    def keep(self, log_probs: np.ndarray) -> S:
         """Reduce a stretch [T, V] that ends in a pause to the data that decoding needs."""
 
     @abstractmethod
-    def tokens(self, recordings: Sequence[Sequence[Kept]]) -> list[list[DecodedTokens]]:
+    def tokens(self, recordings: Sequence[Sequence[S]]) -> list[list[DecodedTokens]]:
         """Decode recordings, each given as its stretches in order."""
 
-    def frames(self, kept: Kept) -> int:
-        return int(kept[1])
-
-    def after(self, stretches: Sequence[Kept], frame: int) -> list[Kept]:
+    def after(self, stretches: Sequence[S], frame: int) -> list[S]:
         """The part of stretches from ``frame`` on: the end of one, or a token's start if stretches are joined."""
-        ends = accumulate(map(self.frames, stretches))
-        return [each for each, end in zip(stretches, ends, strict=True) if end > frame]
+        ends = accumulate(stretch.frames for stretch in stretches)
+        return [stretch for stretch, end in zip(stretches, ends, strict=True) if end > frame]
 
     @abstractmethod
     def stream(self) -> StreamSearch:
         """Make the search of one stream."""
 
 
-class Greedy(Decoder):
+class BestLabels(NamedTuple):
+    """The best label of each frame of a stretch [T] int32, and its confidence [T]."""
+
+    labels: np.ndarray
+    confidence: np.ndarray
+
+    @property
+    def frames(self) -> int:
+        return len(self.labels)
+
+    @classmethod
+    def joined(cls, stretches: Sequence[BestLabels]) -> BestLabels:
+        labels, confidence = zip(*stretches, strict=True)
+        return cls(np.concatenate(labels), np.concatenate(confidence))
+
+
+class Greedy(Decoder[BestLabels]):
     at_once = 1
     joins = True
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary, self._blank = vocabulary, vocabulary.config.blank_id
 
-    def keep(self, log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def keep(self, log_probs: np.ndarray) -> BestLabels:
         labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]), self._blank)
         self._vocabulary.check(labels)
-        return labels[0].astype(np.int32), confidence[0]
+        return BestLabels(labels[0].astype(np.int32), confidence[0])
 
-    def tokens(self, recordings: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]) -> list[list[DecodedTokens]]:
-        found = []
+    def tokens(self, recordings: Sequence[Sequence[BestLabels]]) -> list[list[DecodedTokens]]:
+        decoded = []
         for stretches in recordings:
-            labels, confidence = map(np.concatenate, zip(*stretches, strict=True))
-            spans = collapse(labels[None].astype(np.int64), confidence[None], blank_id=self._blank)[0]
-            found.append([DecodedTokens(0, spans)])
-        return found
+            labels, confidence = BestLabels.joined(stretches)
+            [spans] = collapse(labels[None].astype(np.int64), confidence[None], blank_id=self._blank)
+            decoded.append([DecodedTokens(0, spans)])
+        return decoded
 
-    def frames(self, kept: tuple[np.ndarray, np.ndarray]) -> int:
-        return len(kept[0])
-
-    def after(self, stretches: Sequence[tuple[np.ndarray, np.ndarray]], frame: int) -> list[Any]:
-        labels, confidence = map(np.concatenate, zip(*stretches, strict=True))
-        return [(labels[frame:].copy(), confidence[frame:].copy())]
+    def after(self, stretches: Sequence[BestLabels], frame: int) -> list[BestLabels]:
+        labels, confidence = BestLabels.joined(stretches)
+        return [BestLabels(labels[frame:].copy(), confidence[frame:].copy())]
 
     def stream(self) -> GreedyStream:
         return GreedyStream(self._vocabulary.spelling, self._blank)
 
 
-class Beam(Decoder):
+class LikelyTokens(NamedTuple):
+    """What a beam search considers of a stretch: the likely tokens of its frames."""
+
+    events: Events
+    frames: int
+
+
+class Beam(Decoder[LikelyTokens]):
     """Beam search with a language model, a lexicon and hot words, in any number of threads.
 
     options : options of ``sbkit.decode.beam.BeamSearch``: lm, lm_weight, word_score, hot_words, hot_boost, beam, ...
@@ -116,31 +144,37 @@ class Beam(Decoder):
 
         self._spelling, self._search = vocabulary.spelling, _search(BeamSearch, vocabulary, options)
 
-    def keep(self, log_probs: np.ndarray) -> tuple[Any, int]:
-        return self._search.events(log_probs[None], np.array([len(log_probs)])), len(log_probs)
+    def keep(self, log_probs: np.ndarray) -> LikelyTokens:
+        return LikelyTokens(self._search.events(log_probs[None], np.array([len(log_probs)])), len(log_probs))
 
-    def tokens(self, recordings: Sequence[Sequence[tuple[Any, int]]]) -> list[list[DecodedTokens]]:
-        best = iter(self._search.search(self._search.join([each for stretches in recordings for each, _ in stretches])))
-        found = []
+    def tokens(self, recordings: Sequence[Sequence[LikelyTokens]]) -> list[list[DecodedTokens]]:
+        # One search of all stretches, whose results are in the same order.
+        events = self._search.join([stretch.events for stretches in recordings for stretch in stretches])
+        results = iter(self._search.search(events))
+        decoded = []
         for stretches in recordings:
-            frame, parts = 0, []
-            for _, frames in stretches:
-                hypotheses = next(best)
+            frame = 0
+            parts = []
+            for stretch in stretches:
+                hypotheses = next(results)
                 if hypotheses:
                     parts.append(DecodedTokens(frame, hypotheses[0].spans))
-                frame += frames
-            found.append(parts)
-        return found
+                frame += stretch.frames
+            decoded.append(parts)
+        return decoded
 
     def stream(self) -> StreamSearch:
         return self._search.stream(self._spelling)
 
 
-Stretch = tuple[TokenSpans, int]
-"""The tokens of a stretch, and the number of its frames."""
+class KnownTokens(NamedTuple):
+    """A stretch that is decoded already."""
+
+    spans: TokenSpans
+    frames: int
 
 
-class GreedyTransducer(Decoder):
+class GreedyTransducer(Decoder[KnownTokens]):
     """Greedy decoding of a transducer; each stretch starts like an utterance."""
 
     at_once = 1
@@ -148,26 +182,27 @@ class GreedyTransducer(Decoder):
     def __init__(self, vocabulary: Vocabulary, joint: Joint):
         self._spelling, self._joint = vocabulary.spelling, joint
 
-    def keep(self, log_probs: np.ndarray) -> Stretch:
-        return TransducerSearch(self._joint).feed([log_probs])[0], len(log_probs)
+    def keep(self, log_probs: np.ndarray) -> KnownTokens:
+        return KnownTokens(TransducerSearch(self._joint).feed([log_probs])[0], len(log_probs))
 
-    def tokens(self, recordings: Sequence[Sequence[Stretch]]) -> list[list[DecodedTokens]]:
+    def tokens(self, recordings: Sequence[Sequence[KnownTokens]]) -> list[list[DecodedTokens]]:
         return [_with_offsets(stretches) for stretches in recordings]
 
     def stream(self) -> TransducerStream:
         return TransducerStream(self._spelling, self._joint)
 
 
-class LazySpans:
+class LazyTokens:
     """A stretch of a transducer's states until it is searched, then its tokens."""
 
     spans: TokenSpans
 
     def __init__(self, states: np.ndarray):
+        self.frames = len(states)
         self.states: np.ndarray | None = states
 
 
-class BeamTransducer(Decoder):
+class BeamTransducer(Decoder[LazyTokens]):
     """Beam search of a transducer, in any number of threads.
 
     options : as for ``Beam``
@@ -182,46 +217,51 @@ class BeamTransducer(Decoder):
         self._search.joint = joint
         self._lock = threading.Lock()
         # In their order. Weak, so that those of a recording that is cancelled or fails go with it.
-        self._waiting: weakref.WeakKeyDictionary[LazySpans, None] = weakref.WeakKeyDictionary()
+        self._waiting: weakref.WeakKeyDictionary[LazyTokens, None] = weakref.WeakKeyDictionary()
 
-    def keep(self, log_probs: np.ndarray) -> tuple[LazySpans, int]:
+    def keep(self, log_probs: np.ndarray) -> LazyTokens:
         """Keep a stretch's states until there are several, which are then searched: tokens take much less memory."""
         if not np.isfinite(log_probs).all():
             raise not_a_number()  # here, because a later search is also of others
-        stretch = LazySpans(log_probs)
+        stretch = LazyTokens(log_probs)
         with self._lock:
             self._waiting[stretch] = None
             batch = list(self._waiting) if len(self._waiting) >= self.at_once else []
         self._search_all(batch)
-        return stretch, len(log_probs)
+        return stretch
 
-    def tokens(self, recordings: Sequence[Sequence[tuple[LazySpans, int]]]) -> list[list[DecodedTokens]]:
-        self._search_all([each for stretches in recordings for each, _ in stretches])
-        return [_with_offsets([(each.spans, frames) for each, frames in stretches]) for stretches in recordings]
+    def tokens(self, recordings: Sequence[Sequence[LazyTokens]]) -> list[list[DecodedTokens]]:
+        self._search_all([stretch for stretches in recordings for stretch in stretches])
+        return [_with_offsets([KnownTokens(stretch.spans, stretch.frames) for stretch in stretches])
+                for stretches in recordings]
 
     def stream(self) -> StreamSearch:
         return self._search.stream(self._spelling)
 
-    def _search_all(self, stretches: Sequence[LazySpans]) -> None:
+    def _search_all(self, stretches: Sequence[LazyTokens]) -> None:
         """Search stretches together; two threads that search the same one get the same result."""
-        todo = [(each, states) for each in stretches if (states := each.states) is not None]
+        # Another thread may set a stretch's states to None meanwhile, so each is read once.
+        read = [(stretch, stretch.states) for stretch in stretches]
+        todo = [(stretch, states) for stretch, states in read if states is not None]
         with self._lock:
             for stretch in stretches:
                 self._waiting.pop(stretch, None)
-        found = self._search.search(self._search.near_speech([states for _, states in todo]))
-        for (each, _), [best, *_] in zip(todo, found, strict=True):
-            each.spans, each.states = best.spans, None
+        results = self._search.search(self._search.near_speech([states for _, states in todo]))
+        for (stretch, _), [best, *_] in zip(todo, results, strict=True):
+            # In this order: who sees no states reads the spans.
+            stretch.spans = best.spans
+            stretch.states = None
 
 
-def _with_offsets(stretches: Sequence[Stretch]) -> list[DecodedTokens]:
+def _with_offsets(stretches: Sequence[KnownTokens]) -> list[DecodedTokens]:
     ends = accumulate(frames for _, frames in stretches)
     return [DecodedTokens(end - frames, spans) for end, (spans, frames) in zip(ends, stretches, strict=True)]
 
 
-S = TypeVar("S", bound="TokenSearch")
+T = TypeVar("T", bound="TokenSearch")
 
 
-def _search(kind: type[S], vocabulary: Vocabulary, options: Mapping[str, Any]) -> S:
+def _search(kind: type[T], vocabulary: Vocabulary, options: Mapping[str, Any]) -> T:
     config = vocabulary.config
     # What is heard has one transcript, so nbest would have no effect.
     known = signature(kind).parameters.keys() - {"tokenizer", "nbest", "blank_id", "separator", "joint"}
@@ -236,7 +276,11 @@ def _search(kind: type[S], vocabulary: Vocabulary, options: Mapping[str, Any]) -
     return search
 
 
-def _transducer(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
+def _ctc(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Beam | Greedy:
+    return Beam(vocabulary, search) if search else Greedy(vocabulary)
+
+
+def _transducer(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> BeamTransducer | GreedyTransducer:
     """Open the prediction and the joint network too, on the CPU, because they process one frame at a time."""
     config = vocabulary.config
     assert isinstance(config, TransducerConfig) and vocabulary.folder is not None, "the vocabulary of a bundle"
@@ -263,13 +307,16 @@ def _open_graph(path: Path, config: TransducerConfig, interface: Interface, widt
     return run
 
 
-#: Makes the decoder of each kind of recogniser from its vocabulary and a search's options, if any.
-DECODERS: ByKind[Callable[[Vocabulary, Mapping[str, Any] | None], Decoder]] = ByKind({
-    Config: lambda vocabulary, search: Beam(vocabulary, search) if search else Greedy(vocabulary),
-    TransducerConfig: _transducer})
+#: Makes a decoder from a recogniser's vocabulary and a search's options, if any.
+MakeDecoder = Callable[[Vocabulary, Mapping[str, Any] | None], Decoder[Any]]
+#: What makes the decoder of each kind of recogniser. ``sbkit.infer.add_kind`` adds that of a kind of your own.
+DECODERS: ByKind[MakeDecoder] = ByKind({
+    Config: _ctc,
+    TransducerConfig: _transducer,
+})
 
 
-def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
+def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder[Any]:
     """Make a recogniser's decoder: a beam search if any search option is given, otherwise greedy."""
     check_weight(search or {})
     return DECODERS.of(vocabulary.config)(vocabulary, search)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.bundle_engine import BatchEngine, LoadedBundle
+from sbkit.infer.formats import AUTO
 from sbkit.infer.onnx_session import Interface
 from sbkit.infer.recordings import Recording, Source
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Seconds of a recording in one run.
 PIECE_SECONDS = 4.0
@@ -111,14 +116,16 @@ class LiveEnhancer:
         return sound.clip(-1.0, 1.0)
 
 
-class EnhancerModel(LoadedBundle[EnhanceEngine], of=layout.EnhancerConfig):
+class EnhancerModel(LoadedBundle[EnhanceEngine]):
     """A loaded enhancer, which any number of threads may call.
 
     >>> model = sbkit.infer.load("bundle")                # doctest: +SKIP
     >>> samples = model.enhance("noisy.mp3")              # doctest: +SKIP
     """
 
-    engine_type = EnhanceEngine
+    @classmethod
+    def open(cls, bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None) -> Self:
+        return cls(EnhanceEngine(bundle, model, device, threads))
 
     def enhance(self, audio: Source) -> np.ndarray:
         """Return a recording's samples [S] float32 at :attr:`sample_rate` without noise.

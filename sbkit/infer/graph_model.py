@@ -108,7 +108,7 @@ class GraphEngine(Engine):
                  for name, value in named.items()} for row in range(count)]
 
 
-class GraphModel(LoadedBundle[GraphEngine], of=layout.GraphConfig):
+class GraphModel(LoadedBundle[GraphEngine]):
     """A loaded model, which any number of threads may call."""
 
     @classmethod

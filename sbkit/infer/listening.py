@@ -104,7 +104,7 @@ class _Recogniser(ABC):
 class _ByChunks(_Recogniser):
     """With a streaming graph, chunk by chunk."""
 
-    def __init__(self, engine: StreamEngine, search: Decoder, chunk: int | None, rate: int):
+    def __init__(self, engine: StreamEngine, search: Decoder[Any], chunk: int | None, rate: int):
         self._stream = Stream(engine, search, chunk, rate)
         self._lines = Lines(engine.config.chunk_seconds)
         self._seconds = 0.0
@@ -131,7 +131,7 @@ class _ByTail(_Recogniser):
 
     delay = "whose lines are decoded again and again, because the model has no streaming graph"
 
-    def __init__(self, engine: Engine, search: Decoder, rate: int):
+    def __init__(self, engine: Engine, search: Decoder[Any], rate: int):
         self._stream = TailStream(engine, search, rate)
 
     def feed(self, samples: np.ndarray) -> list[TranscriptLine]:

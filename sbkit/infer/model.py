@@ -1,11 +1,10 @@
-"""The Python API: load a bundle and transcribe audio."""
+"""The Python API of a recogniser: transcribe recordings and streams."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -14,8 +13,7 @@ import numpy as np
 from sbkit.data.audio import AudioError
 from sbkit.decode.hotwords import phrase_boosts
 from sbkit.errors import SbkitError
-from sbkit.export import layout
-from sbkit.infer.bundle_engine import LOADERS, LoadedBundle
+from sbkit.infer.bundle_engine import LoadedBundle
 from sbkit.infer.decoding import Decoder, decoder
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import AUTO
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Model(LoadedBundle[Engine], of=layout.Config):
+class Model(LoadedBundle[Engine]):
     """A loaded recogniser, which any number of threads may call.
 
     engine : runs the model
@@ -42,7 +40,7 @@ class Model(LoadedBundle[Engine], of=layout.Config):
         self._pipeline = Pipeline(engine, options)
         self._lock = threading.Lock()
         self._streams: StreamEngine | None = None
-        self._stream_search: tuple[dict[str, Any], Decoder] | None = None
+        self._stream_search: tuple[dict[str, Any], Decoder[Any]] | None = None
 
     @classmethod
     def open(cls, bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None,
@@ -116,32 +114,3 @@ class Model(LoadedBundle[Engine], of=layout.Config):
         with self._lock:
             if self._streams is not None:
                 self._streams.close()
-
-
-def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int | None = None,
-         compile: str | None = None, options: Options | None = None, buckets: Sequence[tuple[int, float]] | None = None
-         ) -> Any:  # one of those below
-    """Load a bundle: a recogniser has ``transcribe``, a voice ``speak``, a codec ``encode`` and ``decode``, an enhancer
-    ``enhance`` and ``stream``, a model of another task ``run``; your own kinds of bundles are loaded by ``LOADERS``.
-
-    >>> model = load("bundle")                            # doctest: +SKIP
-    >>> print(model.transcribe("clip.mp3").text)          # doctest: +SKIP
-
-    bundle : the folder that ``sbkit export`` made
-    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; an unavailable one is an error, never a silent fallback
-    model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first of the others in the bundle
-    threads : CPU threads of one run
-    compile : a mode of ``torch.compile``, for ``model="torch"``
-    options : how recordings are cut into chunks and batched
-    buckets : shapes (utterances, seconds) that the model is compiled for
-    """
-    config = layout.read(bundle)
-    loader = LOADERS.of(config)
-    given = {name: value for name, value in (("compile", compile or None), ("options", options), ("buckets", buckets))
-             if value is not None}
-    if not given.keys() <= signature(loader).parameters.keys():
-        raise SbkitError(f"compile, options and buckets are only for recognisers, and this is {config.what}")
-    if options is not None and not isinstance(options, Options):
-        raise SbkitError(f"options is a {type(options).__name__}, not sbkit.infer.Options",
-                         hint='write, for example, Options(search={"beam": 8})')
-    return loader(bundle, model, device, threads, **given)

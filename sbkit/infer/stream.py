@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Stream:
     rate : the samples per second that it is fed; None: the model's
     """
 
-    def __init__(self, engine: StreamEngine, decoder: Decoder, chunk: int | None = None, rate: int | None = None):
+    def __init__(self, engine: StreamEngine, decoder: Decoder[Any], chunk: int | None = None, rate: int | None = None):
         self._engine, self._decoder, self._chunk = engine, decoder, chunk
         own = engine.config.sample_rate
         self._resampler = Resampler(own if rate is None else rate, own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -121,7 +122,7 @@ class Tail:
         self.start, self._skip = start, frames - start // self._frame
 
 
-def tail_words(log_probs: np.ndarray, decoder: Decoder, vocabulary: Vocabulary) -> list[Word]:
+def tail_words(log_probs: np.ndarray, decoder: Decoder[Any], vocabulary: Vocabulary) -> list[Word]:
     """Decode the log-probabilities [T, V] of a tail, without the frames to skip."""
     return words(decoder.tokens([[decoder.keep(log_probs.copy())]])[0], vocabulary)
 
@@ -143,7 +144,7 @@ class TailStream:
     rate : the samples per second that it is fed; None: the model's
     """
 
-    def __init__(self, engine: Engine, decoder: Decoder, rate: int | None = None):
+    def __init__(self, engine: Engine, decoder: Decoder[Any], rate: int | None = None):
         self._engine, self._decoder = engine, decoder
         config = engine.config
         self._resampler = Resampler(config.sample_rate if rate is None else rate, config.sample_rate)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sbkit.errors import SbkitError, shown
 from sbkit.export.layout import VoiceConfig
 from sbkit.infer.bundle_engine import LoadedBundle
+from sbkit.infer.formats import AUTO
 from sbkit.infer.sentences import Phrase, PhraseReader
 from sbkit.infer.voice_engine import SpeechInput, SpeechOutput, VoiceEngine
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SLOWEST, FASTEST = 0.25, 4.0
 
@@ -77,10 +82,12 @@ def joined(parts: Sequence[Speech], pieces: Sequence[Phrase]) -> Speech:
                    words=words, sentences=sentences)
 
 
-class Voice(LoadedBundle[VoiceEngine], of=VoiceConfig):
+class Voice(LoadedBundle[VoiceEngine]):
     """A loaded voice, which any number of threads may call."""
 
-    engine_type = VoiceEngine
+    @classmethod
+    def open(cls, bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None) -> Self:
+        return cls(VoiceEngine(bundle, model, device, threads))
 
     @property
     def voices(self) -> list[str]:

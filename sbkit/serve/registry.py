@@ -29,7 +29,7 @@ from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import ApiError, invalid
 from sbkit.serve.job import Job
 from sbkit.serve.metrics import Metrics
-from sbkit.serve.served import SERVED, BundleOptions, Served, device_facts, folder_state
+from sbkit.serve.served import BundleOptions, Served, device_facts, folder_state
 from sbkit.system.cores import usable_cores
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def parse_bundles(given: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-class ServedModel(Served, of=layout.Bundle):
+class ServedModel(Served):
     """A recogniser, loaded and warm."""
 
     endpoints, does = ("/v1/audio/transcriptions", "/v1/audio/live"), "recognises speech"
@@ -93,7 +93,7 @@ class ServedModel(Served, of=layout.Bundle):
         return super().facts | {"streams": streams, "chunks_ms": chunks}
 
 
-class ServedGraph(Served, of=layout.GraphConfig):
+class ServedGraph(Served):
     """A model that outputs tensors, loaded and warm."""
 
     endpoints, does = ("/v1/audio/outputs",), "outputs tensors"
@@ -113,7 +113,7 @@ _SYMBOLS = {True: 250, False: 6000}
 _SENTENCE = 60  # symbols of the sentence for measuring the speed
 
 
-class ServedVoice(Served, of=layout.VoiceConfig):
+class ServedVoice(Served):
     """A voice, loaded and warm."""
 
     endpoints, does = ("/v1/audio/speech",), "synthesises speech"
@@ -138,6 +138,19 @@ class ServedVoice(Served, of=layout.VoiceConfig):
         """Facts for /v1/audio/voices; the first is the default."""
         return [{"id": name, "object": "voice", "model": self.name, "language": self.config.language,
                  "default": not number} for number, name in enumerate(self.config.speakers)]
+
+
+#: The class that serves each kind of bundle.
+SERVED: layout.ByKind[type[Served]] = layout.ByKind({
+    layout.VoiceConfig: ServedVoice,
+    layout.GraphConfig: ServedGraph,
+    layout.Bundle: ServedModel,  # it refuses what isn't a recogniser, and says what the bundle is for
+})
+
+
+def serve_kind(config: type[layout.Bundle], served: type[Served]) -> None:
+    """Let a class of your own serve a kind of bundle; without it, the kind is served as its base class is."""
+    SERVED[config] = served
 
 
 S = TypeVar("S", bound=Served)

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sbkit.export import layout
 from sbkit.infer.bundle_engine import BatchEngine, BundleEngine
 from sbkit.infer.device import Placement
 from sbkit.infer.formats import ModelRequest
@@ -57,16 +56,8 @@ def folder_state(folder: Path) -> list[tuple[str | int, ...]]:
     return sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
-#: How each kind of bundle is served; others are refused.
-SERVED: layout.ByKind[type[Served]] = layout.ByKind()
-
-
 class Served(ABC):
-    """One bundle, loaded and warm.
-
-    A subclass names the configuration of the kind that it serves, ``class ServedVoice(Served, of=VoiceConfig)``, and so
-    is in ``SERVED``.
-    """
+    """One bundle, loaded and warm. ``sbkit.serve.registry.SERVED`` says which subclass serves which kind."""
 
     #: Paths of the API that the model serves.
     endpoints: ClassVar[tuple[str, ...]]
@@ -74,11 +65,6 @@ class Served(ABC):
     does: ClassVar[str]
     engine: BatchEngine
     batcher: Batcher
-
-    def __init_subclass__(cls, of: type[layout.Bundle] | None = None) -> None:
-        super().__init_subclass__()
-        if of is not None:
-            SERVED[of] = cls
 
     def __init__(self, name: str, folder: Path, options: BundleOptions, metrics: Metrics):
         self.name, self.folder, self.created = name, folder, int(time.time())

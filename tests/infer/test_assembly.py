@@ -63,7 +63,7 @@ def test_hours_cost_what_their_parts_cost(labels):
 
     def counted(recordings):
         nonlocal looked
-        looked += sum(how.frames(each) for stretches in recordings for each in stretches)
+        looked += sum(each.frames for stretches in recordings for each in stretches)
         return real(recordings)
 
     how.tokens = counted

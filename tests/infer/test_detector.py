@@ -12,7 +12,7 @@ from sbkit.errors import SbkitError
 from sbkit.export.layout import Config, TransducerConfig
 from sbkit.infer import detector
 from sbkit.infer.detector import SpeechDetector
-from sbkit.infer.model import load
+from sbkit.infer.kinds import load
 from sbkit.infer.pipeline import Options
 from sbkit.score.behaviour import silences
 

@@ -20,10 +20,10 @@ import sbkit.infer
 from sbkit.cli import main
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import LOADERS
 from sbkit.infer.decoding import DECODERS
+from sbkit.infer.kinds import MODELS
 from sbkit.serve import registry
-from sbkit.serve.served import SERVED, BundleOptions
+from sbkit.serve.served import BundleOptions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
@@ -44,6 +44,8 @@ def imported(bundle, monkeypatch):
     yield __import__("backwards")
     kind = layout.KINDS.pop("backwards")
     DECODERS.pop(kind)
+    MODELS.pop(kind, None)
+    registry.SERVED.pop(kind, None)
     del sys.modules["backwards"]
 
 
@@ -64,11 +66,51 @@ def test_its_values_are_checked(bundle, imported):
         layout.read(bundle)
 
 
-def test_it_is_loaded_by_what_is_added_for_it(bundle, imported, monkeypatch):
-    monkeypatch.setitem(LOADERS, imported.BackwardsConfig, lambda folder, model, device, threads: (folder, device))
-    assert sbkit.infer.load(bundle, device="cpu") == (bundle, "cpu")
+class Echo(sbkit.infer.LoadedBundle):
+    """Keeps what it was opened with, and takes no options of a recogniser."""
+
+    @classmethod
+    def open(cls, bundle, model="auto", device="auto", threads=None):
+        made = cls(engine=None)
+        made.opened = bundle, device
+        return made
+
+    def close(self):
+        pass
+
+
+def test_it_is_loaded_by_the_class_that_is_added_for_it(bundle, imported):
+    sbkit.infer.add_kind(imported.BackwardsConfig, model=Echo)
+    assert sbkit.infer.load(bundle, device="cpu", expect=Echo).opened == (bundle, "cpu")
     with pytest.raises(SbkitError, match="for recognisers, and this is a recogniser that decodes backwards"):
         sbkit.infer.load(bundle, options=sbkit.infer.Options())
+    with pytest.raises(SbkitError, match="which is loaded as Echo, but Model is needed"):
+        sbkit.infer.load(bundle, expect=sbkit.infer.Model)
+
+
+@dataclass(kw_only=True)
+class Unnamed(layout.Config):
+    """A configuration that forgot to name its kind, so it has that of its base class."""
+
+
+@dataclass(kw_only=True)
+class Forgotten(layout.Config):
+    """A configuration that was never added."""
+
+    kind = "forgotten"
+
+
+def test_a_kind_needs_a_name_of_its_own():
+    with pytest.raises(SbkitError, match="has the kind 'ctc', which Config of"):
+        sbkit.infer.add_kind(Unnamed)
+    assert layout.KINDS["ctc"] is layout.Config
+
+
+def test_a_bundle_that_nobody_could_read_is_not_written():
+    values = {"sample_rate": 16_000, "hop_samples": 160, "subsampling": 4, "vocabulary": 4}
+    layout.check_kind(layout.Config(**values))
+    with pytest.raises(SbkitError, match=r"kind 'forgotten' was never added; call sbkit.infer.add_kind\(Forgotten\)"):
+        layout.check_kind(Forgotten(**values))
 
 
 def test_a_server_decodes_it_so_too(bundle, imported):
@@ -79,15 +121,13 @@ def test_a_server_decodes_it_so_too(bundle, imported):
 
 
 def test_a_server_serves_it_by_a_class_that_names_it(bundle, imported):
-    class ServedBackwards(registry.ServedModel, of=imported.BackwardsConfig):
+    class ServedBackwards(registry.ServedModel):
         does = "recognises speech backwards"
 
-    try:
-        models = registry.load({"mine": bundle}, BundleOptions(device="cpu"))
-        assert type(models.working("mine", registry.ServedModel)) is ServedBackwards
-        models.close()
-    finally:
-        SERVED.pop(imported.BackwardsConfig)
+    registry.serve_kind(imported.BackwardsConfig, ServedBackwards)
+    models = registry.load({"mine": bundle}, BundleOptions(device="cpu"))
+    assert type(models.working("mine", registry.ServedModel)) is ServedBackwards
+    models.close()
 
 
 def test_what_nothing_is_registered_for_is_refused(bundle, imported, codec_bundle):
@@ -120,7 +160,15 @@ class MeterConfig(layout.GraphConfig):
         return {"loud": bool(outputs["level"][1] > self.limit), "above": [np.float32(self.limit)]}
 
 
+@pytest.fixture
+def meter():
+    sbkit.infer.add_kind(MeterConfig)
+    yield
+    layout.KINDS.pop("meter")
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("meter")
 def test_what_a_kind_says_of_tensors_is_printed_and_served(tmp_path, capsys):
     bundle = bundles.change(graph_bundles.make(tmp_path / "bundle", labels=False), kind="meter", limit=0.1)
     soundfile.write(tmp_path / "a.wav", np.full(800, 0.5, np.float32), graph_bundles.RATE, subtype="FLOAT")

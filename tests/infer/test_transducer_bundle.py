@@ -110,7 +110,7 @@ def test_stretches_of_a_recording_that_was_cancelled_go_with_it(model):
     states = np.zeros((50, len(bundles.PIECES)), np.float32)
     cancelled = [beam.keep(states.copy()) for _ in range(5)]
     other = beam.keep(states.copy())
-    held = [weakref.ref(stretch) for stretch, _ in cancelled]
+    held = [weakref.ref(stretch) for stretch in cancelled]
     del cancelled
     gc.collect()
     assert [each() for each in held] == [None] * 5

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from sbkit.decode.spans import Word
-from sbkit.infer.model import load
+from sbkit.infer.kinds import load
 from sbkit.infer.pipeline import Options
 from sbkit.infer.transcript import Transcript
 from sbkit.serve import served

@@ -27,7 +27,8 @@ import soundfile
 
 from sbkit.data.audio import read_audio
 from sbkit.data.corpus import Corpus
-from sbkit.infer.model import load
+from sbkit.infer.kinds import load
+from sbkit.infer.model import Model
 from sbkit.score.report import data
 from sbkit.score.run_files import RESULT
 from sbkit.serve.corrections import worth
@@ -60,7 +61,7 @@ def main() -> int:
             file.write("ID,duration,wav,spk_id,wrd\n")
             file.writelines(f"{row['id']},{row['duration']},{row['audio_filepath']},,{row['text']}\n"
                             for row in test if row["kind"] == name)
-    with load(args.bundle, device="cpu") as model:
+    with load(args.bundle, device="cpu", expect=Model) as model:
         for row in pool:
             row["words"] = model.transcribe(row["audio_filepath"]).words
     chosen = {(way, minutes, seed): choose(pool, way, seed, 60 * minutes, args.share)
