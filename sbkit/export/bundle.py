@@ -105,8 +105,8 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     print(comparison.joining(), comparison.clip_names(), sep="", end="")
     if comparison.has_words and layout.INT8 in comparison.formats():
-        print(f"{layout.INT8} has 8-bit weights, so some of its outputs differ: its {comparison.rate} may be "
-              f"{parity.POINTS:g} point or {100 * parity.SHARE:.0f} % above that of {comparison.compared_with}, "
+        print(f"{layout.INT8} has 8-bit weights, so some of its outputs differ: its {comparison.settings.rate} may be "
+              f"{parity.POINTS:g} point or {100 * parity.SHARE:.0f} % above that of {comparison.reference.title}, "
               "whichever is more")
     for name, reason in config.left_out.items():
         print(f"left out: {name}, because {reason}")

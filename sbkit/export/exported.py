@@ -16,7 +16,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import graph, layout, readme
 from sbkit.export.clips import Clip, ComparisonClips, choose_clips
 from sbkit.export.companion import Companion, OwnBundle, Target
-from sbkit.export.parity import Comparison
+from sbkit.export.parity import Comparison, ComparisonSettings, Reference
 from sbkit.export.runners import Output, Runner, main_outputs, on_waveforms, open_runner, split_batch
 
 if TYPE_CHECKING:
@@ -165,10 +165,9 @@ class Exported:
             clips = dataclasses.replace(clips, alone=[
                 Clip(clip.signal, None if clip.text is None or self.thresholds is not None else numbers.get(clip.text),
                      clip.name) for clip in clips.alone])
-        comparison = Comparison(clips, self.reference(config), config.sample_rate, text if self.labels else None,
-                                outputs=names if len(names) > 1 else (), rate="label errors")
-        comparison.thresholds = self.thresholds
-        return comparison
+        settings = ComparisonSettings(text=text if self.labels else None, rate="label errors",
+                                      outputs=names if len(names) > 1 else (), thresholds=self.thresholds)
+        return Comparison(clips, Reference(self.reference(config)), config.sample_rate, settings)
 
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
         """Return the models for the programs of one of ``targets``; those that can't be made are refused.

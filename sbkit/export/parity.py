@@ -54,65 +54,101 @@ class ParityResult:
     """The names of the clips whose words differ."""
     words_joined: int = 0
     """Number of clips in which a program that decodes by itself joins words, because for it no pause ends a word."""
+    max_changed: float = 0
+    """Number of clips in which its words may differ."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the formats are compared with.
+
+    run : maps a waveform [S] to its output
+    name : of its row in tables and in parity.json
+    title : in sentences
+    """
+
+    run: Callable[[np.ndarray], Output]
+    name: str = CHECKPOINT
+    title: str = "the checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonSettings:
+    """What is compared, and what may differ."""
+
+    what: str = "outputs"
+    """What the outputs are, for messages."""
+    outputs: Sequence[str] = ()
+    """The outputs' names if there are several; each clip then has a tuple of arrays."""
+    thresholds: Sequence[float] | None = None
+    """The scores from which labels are results, of a model that gives a recording several."""
+    text: Callable[[Any], str] | None = None
+    """Turns an output into text; None for outputs without words."""
+    reference_text: Callable[[Any], str] | None = None
+    """Turns the reference's output into text, if not by ``text``."""
+    joined_text: Callable[[Any], str] | None = None
+    """What a program writes of the reference's output if no pause ends a word for it: only such programs may join
+    words. It must have the letters of the reference's text, apart from half characters."""
+    spaced: bool = True
+    """Whether spaces separate words, so that texts with other spaces differ."""
+    rate: str = "WER"
+    """What the share of wrong texts is called."""
+    max_changed_clips: int = 0
+    """Number of clips whose words may differ from the reference's, not counting ties."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of outputs from the reference's, and the clip, output and frame that has it."""
+
+    size: float
+    where: str
 
 
 class Comparison:
-    """Runs formats on the clips and compares their outputs with the checkpoint's.
+    """Runs formats on the clips and compares their outputs with the reference's.
 
-    reference : runs the checkpoint on one waveform [S]
-    text : turns an output into text; None for outputs without words
-    reference_text : turns the checkpoint's output into text, if not by ``text``
-    outputs : the outputs' names if there are several; each clip then has a tuple of arrays
-    rate : what the share of wrong texts is called
+    A subclass that measures differences otherwise overrides ``max_difference``, ``threshold``, ``undecided``, ``tied``
+    and ``shown``.
     """
 
-    def __init__(self, clips: ComparisonClips, reference: Callable[[np.ndarray], Output], sample_rate: float,
-                 text: Callable[[Any], str] | None = None, reference_text: Callable[[Any], str] | None = None,
-                 outputs: Sequence[str] = (), rate: str = "WER"):
-        self.rate = rate
-        self.clips, self.sample_rate, self.text = clips, sample_rate, text or (lambda output: "")
-        self.has_words, self.outputs = text is not None, outputs
-        self.expected, seconds = _timed(lambda clip: reference(clip.signal), clips.alone)
-        self.texts = [(reference_text or self.text)(each) for each in self.expected]
-        self.results = [ParityResult(CHECKPOINT, None, 0.0, None, 0, self._wer(self.texts), 0.0, self._rtf(seconds))]
+    def __init__(self, clips: ComparisonClips, reference: Reference, sample_rate: float,
+                 settings: ComparisonSettings):
+        self.clips, self.reference, self.sample_rate, self.settings = clips, reference, sample_rate, settings
         self.companions: dict[str, Mapping[str, Comparison]] = {}
         """Comparisons of further graphs, by their names and by modes of running them."""
+        self.left_out: Mapping[str, str] = {}
+        """The reason of each format that isn't published."""
+        self.hint: str | None = None
+        """What to do about them."""
 
-    what = "outputs"
-    """What the outputs are, for messages."""
-    compared_with = "the checkpoint"
-    """What the expected outputs come from, for messages."""
-    max_changed_share = _MAX_CHANGED_SHARE
-    """Share of the clips, at least one, whose words may change in a program that outputs only words. 0: only those of
-    clips with a tie that rounding decides."""
+        self.expected, seconds = _timed(lambda clip: reference.run(clip.signal), clips.alone)
+        reference_text = settings.reference_text or self._text
+        self.texts = [reference_text(output) for output in self.expected]
+        self._joined_texts = self._texts_with_joined_words()
+        self.results = [ParityResult(reference.name, None, 0.0, None, 0, self._wer(self.texts), 0.0,
+                                     self._rtf(seconds))]
 
-    thresholds: Sequence[float] | None = None
-    """The scores from which labels are results, of a model that gives a recording several."""
-    left_out: Mapping[str, str] = {}
-    """The reason of each format that isn't published."""
-    hint: str | None = None
-    """What to do about them."""
+    @property
+    def has_words(self) -> bool:
+        return self.settings.text is not None
 
-    max_changed_clips = 0
-    """Number of clips whose words may differ from the checkpoint's, not counting ties."""
+    def _text(self, output: Output) -> str:
+        return "" if self.settings.text is None else self.settings.text(output)
 
-    joined_texts: Sequence[str] | None = None
-    """What a program writes of each clip's expected output if no pause ends a word for it."""
-    spaced = True
-    """Whether spaces separate words, so that texts with other spaces differ."""
-
-    def take_joined_texts(self, texts: Sequence[str], spaced: bool) -> None:
-        """Take what the checkpoint's tokenizer writes of the expected outputs; raises if it has other letters than
-        the texts to compare with, apart from half characters."""
-        self.joined_texts, self.spaced = texts, spaced
-        for clip, text, joined in zip(self.clips.alone, self.texts, texts, strict=True):
-            if "\ufffd" not in text + joined and "".join(text.split()) != "".join(joined.split()):
+    def _texts_with_joined_words(self) -> list[str] | None:
+        """What a program may write of each clip instead; raises if it has other letters than the reference's text."""
+        if self.settings.joined_text is None:
+            return None
+        joined_texts = [self.settings.joined_text(output) for output in self.expected]
+        for clip, text, joined in zip(self.clips.alone, self.texts, joined_texts, strict=True):
+            has_half_characters = "\ufffd" in text + joined
+            if not has_half_characters and "".join(text.split()) != "".join(joined.split()):
                 raise SbkitError(f"the model's own tokenizer writes {joined!r} for {clip.name}, but the bundle would "
                                  f"write {text!r}", hint="please report it, with the recipe's tokenizer")
+        return joined_texts
 
-    def _same(self, one: str, other: str) -> bool:
-        """Whether two texts have the same words."""
-        return one.split() == other.split() if self.spaced else "".join(one.split()) == "".join(other.split())
+    # ---------------------------------------------------------------------- what a subclass may measure otherwise
 
     def max_difference(self, expected: list[Output], found: list[Output]) -> float:
         """Return the largest difference from the expected outputs; infinity for other shapes or non-finite values."""
@@ -143,101 +179,130 @@ class Comparison:
         expected, found = _parts(expected)[0], _parts(found)[0]
         if expected.shape != found.shape:
             return False
-        if self.thresholds is not None:
-            changed = (expected >= self.thresholds) != (found >= self.thresholds)
-            return bool((np.abs(expected - self.thresholds)[changed] <= _TIE).all())
-        if (expected.argmax(-1) == found.argmax(-1)).all():
+        thresholds = self.settings.thresholds
+        if thresholds is not None:
+            changed = (expected >= thresholds) != (found >= thresholds)
+            return bool((np.abs(expected - thresholds)[changed] <= _TIE).all())
+
+        expected_labels, found_labels = expected.argmax(-1), found.argmax(-1)
+        if (expected_labels == found_labels).all():
             return False
-        reference, output = (np.take_along_axis(expected, each.argmax(-1)[..., None], -1) for each in (expected, found))
-        return bool((reference - output <= _TIE).all())
+        best = np.take_along_axis(expected, expected_labels[..., None], -1)
+        instead = np.take_along_axis(expected, found_labels[..., None], -1)
+        return bool((best - instead <= _TIE).all())
 
     def shown(self, difference: float) -> str:
         """Format a difference, for tables and messages."""
         return f"{difference:.2g}"
 
+    # ---------------------------------------------------------------------- running formats
+
     def add(self, name: str, run: Runner, size: int | None, batches: bool = True) -> ParityResult:
         """Run a format on the clips and record how it differs; :meth:`failures` judges."""
-        found, seconds = _timed(lambda clip: run([clip.signal])[0], self.clips.alone)
-        decoded = texts = [self.text(each) for each in found]
-        joined = set[int]()
+        outputs, seconds = _timed(lambda clip: run([clip.signal])[0], self.clips.alone)
+        decoded = [self._text(output) for output in outputs]
+        texts = decoded
+        joined: set[int] = set()
         if isinstance(run, TranscribingRunner):
             texts = [run.transcribe(clip.signal) for clip in self.clips.alone]
             joined = self._joined(texts)
-        batch_difference = None
-        if batches:
-            uneven = self.clips.uneven
-            expected = [self.expected[self.clips.alone.index(clip)] for clip in uneven]
-            batched = run([clip.signal for clip in uneven])
-            batch_difference = self.max_difference(expected, batched)
-        changed = []
-        for place, clip in enumerate(self.clips.alone):
-            # A program's own words may be joined, but its outputs have to make the right ones by our rule.
-            right = self.texts[place] == decoded[place] and (
-                place in joined or self._same(self.texts[place], texts[place]))
-            if not right and not self.tied(self.expected[place], found[place]):
-                changed.append(clip.name)
-        difference = self.max_difference(self.expected, found)
-        where = self._where(self.clips.alone, self.expected, found)
-        if batch_difference is not None and not batch_difference <= difference:
-            where = f"{self._where(uneven, expected, batched)}, in a batch"
-        self.results.append(ParityResult(name, size, difference, batch_difference, len(changed), self._wer(texts),
-                                         self._wer_of(texts), self._rtf(seconds), where, changed, len(joined)))
-        return self.results[-1]
+
+        alone = self._difference(self.clips.alone, self.expected, outputs)
+        in_batch = self._difference_in_batch(run) if batches else None
+        worst = alone
+        if in_batch is not None and not in_batch.size <= alone.size:  # also true for NaN
+            worst = Difference(in_batch.size, f"{in_batch.where}, in a batch")
+
+        # A program's own words may be joined, but its outputs have to make the right ones by our rule.
+        right = [self.texts[place] == decoded[place] and (place in joined or self._same(self.texts[place], text))
+                 for place, text in enumerate(texts)]
+        changed = [clip.name for place, clip in enumerate(self.clips.alone)
+                   if not right[place] and not self.tied(self.expected[place], outputs[place])]
+        result = ParityResult(
+            name, size, alone.size, None if in_batch is None else in_batch.size, len(changed), self._wer(texts),
+            self._wer_of(texts), self._rtf(seconds), worst.where, changed, len(joined), self.settings.max_changed_clips)
+        self.results.append(result)
+        return result
+
+    def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int,
+                  same_waveform: bool = False) -> ParityResult:
+        """Run a program that outputs only words on the clips and record how they differ.
+
+        same_waveform : whether the reference got the waveforms as the program changes them: then no words may differ,
+            except in clips with a tie that rounding decides
+        """
+        texts, seconds = _timed(lambda clip: transcribe(clip.signal), self.clips.alone)
+        joined = self._joined(texts)
+        other = [place for place, (expected, text) in enumerate(zip(self.texts, texts, strict=True))
+                 if place not in joined and not self._same(expected, text)]
+        if same_waveform:
+            other = [place for place in other if not self.undecided(self.expected[place])]
+        changed = [self.clips.alone[place].name for place in other]
+        max_changed = 0 if same_waveform else max(1, _MAX_CHANGED_SHARE * len(self.texts))
+        result = ParityResult(name, size, None, None, len(changed), self._wer(texts), self._wer_of(texts),
+                              self._rtf(seconds), changed=changed, words_joined=len(joined), max_changed=max_changed)
+        self.results.append(result)
+        return result
+
+    def _same(self, one: str, other: str) -> bool:
+        """Whether two texts have the same words."""
+        return one.split() == other.split() if self.settings.spaced else "".join(one.split()) == "".join(other.split())
 
     def _joined(self, texts: Sequence[str]) -> set[int]:
         """Return the places of a program's texts that differ only because no pause ends a word for it."""
-        if self.joined_texts is None:
+        if self._joined_texts is None:
             return set()
         return {place for place, (expected, joined, text)
-                in enumerate(zip(self.texts, self.joined_texts, texts, strict=True))
+                in enumerate(zip(self.texts, self._joined_texts, texts, strict=True))
                 if not self._same(expected, text) and self._same(joined, text)}
 
-    def _where(self, clips: Sequence[Clip], expected: Sequence[Output], found: Sequence[Output]) -> str:
+    def _difference(self, clips: Sequence[Clip], expected: list[Output], outputs: list[Output]) -> Difference:
+        return Difference(self.max_difference(expected, outputs), self._where(clips, expected, outputs))
+
+    def _difference_in_batch(self, run: Runner) -> Difference:
+        """Run a batch of uneven lengths."""
+        clips = self.clips.uneven
+        expected = [self.expected[self.clips.alone.index(clip)] for clip in clips]
+        return self._difference(clips, expected, run([clip.signal for clip in clips]))
+
+    def _where(self, clips: Sequence[Clip], expected: Sequence[Output], outputs: Sequence[Output]) -> str:
         """Say in which clip, output and frame outputs differ most, or the first that can't be compared."""
+        names = self.settings.outputs
         worst, where = 0.0, ""
-        for clip, *pair in zip(clips, expected, found, strict=True):
-            for i, (reference, output) in enumerate(zip(*map(_parts, pair), strict=True)):
-                what = f"{clip.name}{f', {self.outputs[i]}' if self.outputs else ''}"
-                if reference.shape != output.shape:
-                    return f"{what}: {list(output.shape)} where {self.compared_with} has {list(reference.shape)}"
-                for whose, values in (("", output), (f"{self.compared_with}'s is ", reference)):
-                    if len(bad := np.argwhere(~np.isfinite(np.atleast_1d(values)))):
-                        value = np.atleast_1d(values)[tuple(bad[0])]
-                        kind = "not a number (NaN)" if np.isnan(value) else "infinite"
-                        return f"{what}: {whose}{kind} from frame {bad[0][0]} of {len(np.atleast_1d(values))} on"
+        for clip, *pair in zip(clips, expected, outputs, strict=True):
+            for number, (reference, output) in enumerate(zip(*map(_parts, pair), strict=True)):
+                what = f"{clip.name}, {names[number]}" if names else clip.name
+                incomparable = self._incomparable(reference, output)
+                if incomparable is not None:
+                    return f"{what}: {incomparable}"
+
                 differences = np.abs(np.subtract(reference, output, dtype=np.float64))
                 if differences.size and differences.max() > worst:
+                    worst = float(differences.max())
                     index = np.unravel_index(differences.argmax(), differences.shape)
                     frame = f", frame {index[0]} of {len(reference)}" if index else ""
-                    worst = float(differences.max())
-                    where = f"{what}{frame}: {output[index]:.4g} where {self.compared_with} has {reference[index]:.4g}"
+                    where = (f"{what}{frame}: {output[index]:.4g} where {self.reference.title} has "
+                             f"{reference[index]:.4g}")
         return where
 
-    def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int) -> ParityResult:
-        """Run a program that outputs only words on the clips and record how they differ."""
-        texts, seconds = _timed(lambda clip: transcribe(clip.signal), self.clips.alone)
-        joined = self._joined(texts)
-        changed = [clip.name for place, (clip, reference, output, scores)
-                   in enumerate(zip(self.clips.alone, self.texts, texts, self.expected, strict=True))
-                   if place not in joined and not self._same(reference, output)
-                   and (self.max_changed_share > 0 or not self.undecided(scores))]
-        self.results.append(ParityResult(name, size, None, None, len(changed), self._wer(texts), self._wer_of(texts),
-                                         self._rtf(seconds), changed=changed, words_joined=len(joined)))
-        return self.results[-1]
+    def _incomparable(self, reference: np.ndarray, output: np.ndarray) -> str | None:
+        """Say why two arrays can't be compared: by their shapes, or by values that aren't finite."""
+        if reference.shape != output.shape:
+            return f"{list(output.shape)} where {self.reference.title} has {list(reference.shape)}"
+        for whose, values in (("", np.atleast_1d(output)), (f"{self.reference.title}'s is ", np.atleast_1d(reference))):
+            not_finite = np.argwhere(~np.isfinite(values))
+            if len(not_finite):
+                first = tuple(not_finite[0])
+                kind = "not a number (NaN)" if np.isnan(values[first]) else "infinite"
+                return f"{whose}{kind} from frame {first[0]} of {len(values)} on"
+        return None
 
-    def _wer_of(self, texts: list[str]) -> float:
-        """Compute the WER against the checkpoint's words."""
-        rates = ErrorRates("word")
-        pairs = [(reference, output) for reference, output in zip(self.texts, texts, strict=True) if reference.split()]
-        if not pairs:
-            return 0.0
-        rates.add([str(i) for i in range(len(pairs))], *zip(*pairs, strict=True))
-        return rates.rate
+    # ---------------------------------------------------------------------- judging
 
     def batchable(self, tolerance: float = TOLERANCE) -> bool:
         """Whether utterances have the same outputs in a batch as alone; some layers use the padding."""
-        return all(each.batch_difference is None or each.batch_difference <= self.threshold(tolerance)
-                   for each in self.results if each.format != layout.INT8)
+        return all(result.batch_difference is None or result.batch_difference <= self.threshold(tolerance)
+                   for result in self.results if result.format != layout.INT8)
 
     def failures(self, tolerance: float = TOLERANCE, batching: bool = True, of: str | None = None) -> list[str]:
         """Return, for each format that may not be published, the reason.
@@ -245,59 +310,76 @@ class Comparison:
         batching : whether the graph is run in batches, as all further graphs are
         of : the format to judge, without naming a clip, which the reason may be published without; None: all
         """
-        wrong = [f"{name}, {mode}, {failure}" for name, modes in self.companions.items()
-                 for mode, comparison in modes.items() for failure in comparison.failures(tolerance, of=of)]
-        reference = self.results[0]
+        wrong = [f"{name}, {mode}, {failure}" for name, mode, comparison in self._companion_modes()
+                 for failure in comparison.failures(tolerance, of=of)]
         for result in self.results[1:]:
             if of not in (None, result.format):
                 continue
             if result.format == layout.INT8:
-                base_wer, wer = reference.wer, result.wer
-                if base_wer is None or wer is None:
-                    base_wer, wer = 0.0, result.wer_of_checkpoint
-                if not wer - base_wer <= max(POINTS, SHARE * base_wer):
-                    wrong.append(f"{result.format}: {self.rate} {wer:.2f} % where {self.compared_with} has "
-                                 f"{base_wer:.2f} %")
-                continue
-            if result.difference is None:
-                share = self.max_changed_share
-                if result.words_changed > (max(1, share * len(self.texts)) if share else 0):
-                    wrong.append(self._changed(result))
-                continue
-            worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
-            if not worst <= (limit := self.threshold(tolerance)):  # also true for NaN
-                wrong.append(f"{result.format}: {self.what} differ by {self.shown(worst)}, but only "
-                             f"{self.shown(limit)} is allowed{f' ({result.where})' if of is None else ''}")
-            if result.words_changed > self.max_changed_clips:
-                wrong.append(self._changed(result))
+                wrong += self._failures_of_int8(result)
+            elif result.difference is None:
+                wrong += self._failures_of_words(result)
+            else:
+                wrong += self._failures_of_outputs(result, tolerance, batching, name_clip=of is None)
+                wrong += self._failures_of_words(result)
         return wrong
 
-    def _changed(self, result: ParityResult) -> str:
-        return f"{result.format}: {result.words_changed} of {len(self.texts)} clips have different words"
+    def _failures_of_int8(self, result: ParityResult) -> list[str]:
+        """8-bit weights change outputs, so the words are judged: by transcripts if there are some."""
+        base_wer, wer = self.results[0].wer, result.wer
+        if base_wer is None or wer is None:
+            base_wer, wer = 0.0, result.wer_of_checkpoint
+        if wer - base_wer <= max(POINTS, SHARE * base_wer):  # false for NaN
+            return []
+        return [f"{result.format}: {self.settings.rate} {wer:.2f} % where {self.reference.title} has {base_wer:.2f} %"]
+
+    def _failures_of_outputs(self, result: ParityResult, tolerance: float, batching: bool, name_clip: bool
+                             ) -> list[str]:
+        assert result.difference is not None, "of outputs"
+        worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
+        limit = self.threshold(tolerance)
+        if worst <= limit:  # false for NaN
+            return []
+        clip = f" ({result.where})" if name_clip else ""
+        return [f"{result.format}: {self.settings.what} differ by {self.shown(worst)}, but only "
+                f"{self.shown(limit)} is allowed{clip}"]
+
+    def _failures_of_words(self, result: ParityResult) -> list[str]:
+        if result.words_changed <= result.max_changed:
+            return []
+        return [f"{result.format}: {result.words_changed} of {len(self.texts)} clips have different words"]
+
+    def _companion_modes(self) -> list[tuple[str, str, Comparison]]:
+        """The comparisons of further graphs, each with the graph's name and its mode."""
+        return [(name, mode, comparison) for name, modes in self.companions.items()
+                for mode, comparison in modes.items()]
 
     def leave_out(self, reasons: Mapping[str, str]) -> None:
         """Drop the results of formats that aren't published."""
         self.hint = self._hint()
-        for comparison in (self, *(each for modes in self.companions.values() for each in modes.values())):
-            comparison.results = [each for each in comparison.results if each.format not in reasons]
+        for comparison in (self, *(comparison for _, _, comparison in self._companion_modes())):
+            comparison.results = [result for result in comparison.results if result.format not in reasons]
         self.left_out = reasons
 
     def raise_if_any(self, failures: list[str]) -> None:
         """Print the table and raise ``SbkitError`` with the failures, if there are any."""
         if failures:
             print(f"compared on {self.clips.origin}:\n{self.table()}", flush=True)
-            raise SbkitError(f"the bundle does not match {self.compared_with}, so nothing was published:\n  "
+            raise SbkitError(f"the bundle does not match {self.reference.title}, so nothing was published:\n  "
                              + "\n  ".join(failures), hint=self._hint())
 
     def _hint(self) -> str | None:
         """Suggest better clips than noise, or a tolerance if the words are the same and outputs differ a little."""
         if self.clips.hint:
             return self.clips.hint
-        differences = [max(each.difference or 0.0, each.batch_difference or 0.0) for each in self.results
-                 if each.format != layout.INT8]
-        same = not any(each.words_changed for each in self.results if each.format != layout.INT8)
-        return f"all words are the same, so --tolerance {2 * max(differences):.2g} may be good enough" \
-            if self.has_words and same and TOLERANCE < max(differences) <= _ROUNDING else None
+        results = [result for result in self.results if result.format != layout.INT8]
+        worst = max(max(result.difference or 0.0, result.batch_difference or 0.0) for result in results)
+        same_words = self.has_words and not any(result.words_changed for result in results)
+        if same_words and TOLERANCE < worst <= _ROUNDING:
+            return f"all words are the same, so --tolerance {2 * worst:.2g} may be good enough"
+        return None
+
+    # ---------------------------------------------------------------------- reporting
 
     def facts(self) -> dict[str, Any]:
         """Return the contents of parity.json."""
@@ -312,7 +394,7 @@ class Comparison:
         }
 
     def formats(self) -> dict[str, dict[str, Any]]:
-        unpublished = "format", "where", "changed"
+        unpublished = "format", "where", "changed", "max_changed"
         return {result.format: {key: value for key, value in asdict(result).items() if key not in unpublished}
                 for result in self.results}
 
@@ -321,52 +403,70 @@ class Comparison:
 
         A bundle doesn't hold them: it may be published where its test set may not.
         """
-        named = [(f"{name}, {mode}, {each.format}", each) for name, modes in self.companions.items()
-                 for mode, comparison in modes.items() for each in comparison.results]
-        named[:0] = [(each.format, each) for each in self.results]
-        return "".join(f"{name}: other words in {listed(each.changed, 5)}\n" for name, each in named if each.changed)
+        return "".join(f"{name}: other words in {listed(result.changed, 5)}\n" for name, result in self._named_results()
+                       if result.changed)
 
     def joining(self) -> str:
         """Name the programs whose words were joined; empty if there are none."""
-        results = [(each.format, each) for each in self.results]
-        results += [(f"{name}, {mode}, {each.format}", each) for name, modes in self.companions.items()
-                    for mode, comparison in modes.items() for each in comparison.results]
-        named = [f"{name} in {each.words_joined} of {len(self.texts)} clips" for name, each in results
-                 if each.words_joined]
-        return "joined: for a program that decodes by itself no pause ends a word, so it writes two as one if the " \
-               f"model doesn't mark the second's start: {', '.join(named)}\n" if named else ""
+        programs = [f"{name} in {result.words_joined} of {len(self.texts)} clips"
+                    for name, result in self._named_results() if result.words_joined]
+        if not programs:
+            return ""
+        return ("joined: for a program that decodes by itself no pause ends a word, so it writes two as one if the "
+                f"model doesn't mark the second's start: {', '.join(programs)}\n")
+
+    def _named_results(self) -> list[tuple[str, ParityResult]]:
+        """All results with the names of their formats, graphs and modes."""
+        own = [(result.format, result) for result in self.results]
+        return own + [(f"{name}, {mode}, {result.format}", result) for name, mode, comparison
+                      in self._companion_modes() for result in comparison.results]
 
     def table(self) -> str:
         rows = self._rows()
-        for name, modes in self.companions.items():
-            for mode, comparison in modes.items():
-                rows += comparison._rows(f"{name}, {mode}, ")
-        of_words = "clips changed", f"{self.rate} %"
+        for name, mode, comparison in self._companion_modes():
+            rows += comparison._rows(f"{name}, {mode}, ")
+        of_words = "clips changed", f"{self.settings.rate} %"
         columns = ["format", "size", "max difference", *of_words, "real-time factor"]
         shown = [i for i, name in enumerate(columns) if self.has_words or name not in of_words]
         return table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
     def _rows(self, before: str = "") -> list[list[object]]:
         rows: list[list[object]] = []
-        for each in self.results:
-            worst = None if each is self.results[0] else each.difference
-            if worst is not None and self.batchable():
-                worst = max(worst, each.batch_difference or 0.0)
+        batchable = self.batchable()
+        for result in self.results:
+            worst = None if result is self.results[0] else result.difference
+            if worst is not None and batchable:
+                worst = max(worst, result.batch_difference or 0.0)
+            changed = f"{result.words_changed} ({result.words_joined} joined)"
             rows.append([
-                before + each.format, None if each.bytes is None else disk.size(each.bytes),
+                before + result.format,
+                None if result.bytes is None else disk.size(result.bytes),
                 None if worst is None else self.shown(worst),
-                each.words_changed if not each.words_joined else f"{each.words_changed} ({each.words_joined} joined)",
-                each.wer, f"{each.rtf:.4f}",
+                changed if result.words_joined else result.words_changed,
+                result.wer,
+                f"{result.rtf:.4f}",
             ])
         return rows
 
+    # ---------------------------------------------------------------------- figures of one format
+
     def _wer(self, texts: list[str]) -> float | None:
+        """Compute the WER against the clips' transcripts, if there are some."""
         rows = [(clip.name, clip.text, text) for clip, text in zip(self.clips.alone, texts, strict=True)
                 if clip.text and clip.text.split()]
         if not rows or not self.has_words:
             return None
         rates = ErrorRates("word")
         rates.add(*zip(*rows, strict=True))
+        return rates.rate
+
+    def _wer_of(self, texts: list[str]) -> float:
+        """Compute the WER against the checkpoint's words."""
+        rates = ErrorRates("word")
+        pairs = [(reference, output) for reference, output in zip(self.texts, texts, strict=True) if reference.split()]
+        if not pairs:
+            return 0.0
+        rates.add([str(i) for i in range(len(pairs))], *zip(*pairs, strict=True))
         return rates.rate
 
     def _rtf(self, seconds: float) -> float:

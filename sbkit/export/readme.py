@@ -137,7 +137,7 @@ def compared(comparison: Comparison) -> str:
     joining = f"\n{joining}" if joining else ""
     return f"""## What was compared
 
-On {comparison.clips.origin}, and one clip longer than any in training. The first row is {comparison.compared_with}.
+On {comparison.clips.origin}, and one clip longer than any in training. The first row is {comparison.reference.title}.
 
 ```
 {comparison.table()}

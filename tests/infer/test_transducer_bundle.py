@@ -115,5 +115,5 @@ def test_stretches_of_a_recording_that_was_cancelled_go_with_it(model):
     gc.collect()
     assert [each() for each in held] == [None] * 5
     gathered = [beam.keep(states.copy()) for _ in range(beam.at_once)]
-    assert other[0].states is None, "it was searched with those of others"
+    assert other.states is None, "it was searched with those of others"
     assert len(beam.tokens([[other], gathered])) == 2

@@ -20,7 +20,7 @@ from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.padding import pad
-from sbkit.export.parity import Comparison
+from sbkit.export.parity import Comparison, ComparisonSettings, Reference
 from sbkit.export.runners import Runner, open_runner
 from sbkit.nn.codec.coder import Coder, Decode, Encode
 
@@ -46,7 +46,8 @@ class Decoded(nn.Module):
 class CodesComparison(Comparison):
     """Compares codes by the share that differs; different numbers of frames fail."""
 
-    what = "codes"
+    def __init__(self, clips: ComparisonClips, reference: Reference, sample_rate: float):
+        super().__init__(clips, reference, sample_rate, ComparisonSettings(what="codes"))
 
     def max_difference(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
         if any(mine.shape != theirs.shape for mine, theirs in zip(expected, found, strict=True)):
@@ -87,9 +88,8 @@ class DecoderGraph(Companion):
             encoded = [self.coder.encode(torch.from_numpy(clip.signal)[None], torch.tensor([len(clip.signal)]))[0][0]
                        for clip in clips.alone]
         codes = [Clip(each.numpy(), None, clip.name) for each, clip in zip(encoded, clips.alone, strict=True)]
-        comparison = Comparison(ComparisonClips(codes, clips.origin, clips.longest), self._decoded,
-                                config.sample_rate / config.stride)
-        comparison.what = "samples"
+        comparison = Comparison(ComparisonClips(codes, clips.origin, clips.longest), Reference(self._decoded),
+                                config.sample_rate / config.stride, ComparisonSettings(what="samples"))
         return {"from its codes": comparison}
 
     def runners(self, name: str, path: Path, config: layout.CodecConfig) -> Mapping[str, Runner]:
@@ -135,7 +135,7 @@ class ExportedCodec(Exported):
                   {"codec": config.codec, "definition": json.dumps(self.coder.definition())})
 
     def comparison(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path) -> CodesComparison:
-        return CodesComparison(clips, self.reference(config), config.sample_rate)
+        return CodesComparison(clips, Reference(self.reference(config)), config.sample_rate)
 
     def readme(self, name: str, config: layout.CodecConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:

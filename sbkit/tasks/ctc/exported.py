@@ -14,7 +14,7 @@ from sbkit.export import layout
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Target
 from sbkit.export.layout import Config
-from sbkit.export.parity import Comparison
+from sbkit.export.parity import Comparison, ComparisonSettings, Reference
 from sbkit.export.runners import Runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc import readme, sherpa, speechbrain_folder
@@ -25,9 +25,9 @@ from sbkit.tasks.recognise.graph import OUTPUTS, Graph
 from sbkit.tasks.recognise.recognizer import Recognizer
 
 
-def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
-             spelling: Spelling, tokenizer_text: Callable[[TokenSpans], str], sample_rate: int) -> Comparison:
-    """Compare log-probabilities and words of clips with the checkpoint's.
+def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Reference, spelling: Spelling,
+             tokenizer_text: Callable[[TokenSpans], str], sample_rate: int) -> Comparison:
+    """Compare log-probabilities and words of clips with the reference's.
 
     spelling : how the checkpoint's tokens are written in tests
     tokenizer_text : writes tokens by the checkpoint's own tokenizer
@@ -39,11 +39,12 @@ def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable
         vocabulary.check(spans.ids)
         return vocabulary.spelling.text(spans)
 
-    comparison = Comparison(clips, reference, sample_rate, text, lambda output: spelling.text(_spans(output, blank)))
-    comparison.take_joined_texts([tokenizer_text(_spans(output, blank)) for output in comparison.expected],
-                                 spaced=spelling.separator is not None)
-    comparison.what = "log-probabilities"
-    return comparison
+    return Comparison(clips, reference, sample_rate, ComparisonSettings(
+        what="log-probabilities",
+        text=text,
+        reference_text=lambda output: spelling.text(_spans(output, blank)),
+        joined_text=lambda output: tokenizer_text(_spans(output, blank)),
+        spaced=spelling.separator is not None))
 
 
 def _spans(log_probs: np.ndarray, blank_id: int) -> TokenSpans:
@@ -83,8 +84,7 @@ class ExportedCTC(ExportedRecognizer):
             return speechbrain_folder.EncoderASRRunner(folder, config.min_samples)
         return super().runner(name, folder, config)
 
-    def compared(self, clips: ComparisonClips, config: Config, folder: Path,
-                 reference: Callable[[np.ndarray], np.ndarray]) -> Comparison:
+    def compared(self, clips: ComparisonClips, config: Config, folder: Path, reference: Reference) -> Comparison:
         return compared(clips, Vocabulary.read(folder, config), reference, self.spelling, self.tokenizer_text,
                         config.sample_rate)
 

@@ -28,7 +28,7 @@ from sbkit.export import features, layout
 from sbkit.export.companion import Target
 from sbkit.export.graph import save, to_onnx, trace_module
 from sbkit.export.layout import Config
-from sbkit.export.parity import Comparison
+from sbkit.export.parity import Comparison, Reference
 from sbkit.tasks.ctc import readme
 from sbkit.tasks.recognise.graph import Graph, reference
 from sbkit.tasks.recognise.recognizer import Recognizer
@@ -149,9 +149,8 @@ class SherpaWhole(Target):
             x = (x - x.mean()) / (x.var(correction=0) + _EPSILON).sqrt()
             return run((x - _level_of_silence(x))[0].numpy())
 
-        changed = self.compared(comparison.clips, config, folder, as_changed)
-        changed.max_changed_share = 0.0
-        changed.add_words(self.name, transcribe, size)
+        changed = self.compared(comparison.clips, config, folder, Reference(as_changed))
+        changed.add_words(self.name, transcribe, size, same_waveform=True)
         comparison.companions[self.name] = {"as it changes recordings": changed}
         for clip, ours, theirs in zip(comparison.clips.alone, comparison.texts, changed.texts, strict=True):
             if ours.split() != theirs.split():

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from sbkit.data.corpus import Corpus
@@ -21,7 +19,7 @@ from sbkit.export.clips import ComparisonClips, choose_clips
 from sbkit.export.companion import Companion, OwnBundle
 from sbkit.export.exported import Exported
 from sbkit.export.layout import Config
-from sbkit.export.parity import Comparison
+from sbkit.export.parity import Comparison, Reference
 from sbkit.export.vocabulary import write_tokens
 from sbkit.tasks.recognise.duration_limit import longest_seconds
 from sbkit.tasks.recognise.graph import Graph, trace
@@ -57,8 +55,7 @@ class ExportedRecognizer(Exported):
         return self.keys.tokenizer.decode(spans.ids.tolist())
 
     @abstractmethod
-    def compared(self, clips: ComparisonClips, config: OwnBundle, folder: Path,
-                 reference: Callable[[np.ndarray], Any]) -> Comparison:
+    def compared(self, clips: ComparisonClips, config: OwnBundle, folder: Path, reference: Reference) -> Comparison:
         """Compare the model in ``folder`` with ``reference`` on clips."""
 
     @property
@@ -106,9 +103,8 @@ class ExportedRecognizer(Exported):
 
     def comparison(self, clips: ComparisonClips, config: Config, folder: Path) -> Comparison:
         if self.original is None:
-            return self.compared(clips, config, folder, self.reference(config))
-        name, run = self.original
-        found = self.compared(clips, config, folder, lambda signal: run([signal])[0])
+            return self.compared(clips, config, folder, Reference(self.reference(config)))
         # The reference is named after the library whose code it is, instead of a checkpoint.
-        found.results[0].format, found.compared_with = name, f"{name}'s own code"
-        return found
+        library, run = self.original
+        reference = Reference(lambda signal: run([signal])[0], library, f"{library}'s own code")
+        return self.compared(clips, config, folder, reference)

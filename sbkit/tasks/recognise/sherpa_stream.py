@@ -24,7 +24,7 @@ from sbkit.export import layout
 from sbkit.export.companion import Target
 from sbkit.export.graph import trace_module, write_onnx
 from sbkit.export.layout import Config
-from sbkit.export.parity import Comparison
+from sbkit.export.parity import Comparison, Reference
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.streaming.encoder import StreamingEncoder
 from sbkit.nn.streaming.layers import EncoderState
@@ -169,11 +169,10 @@ class SherpaStream(Target):
             windows = (self.graph.bank.frames(len(whole)) - 1 - self.frames) // self.shift + 1
             return run(whole)[: windows * self.shift // self.graph.step.subsampling]
 
-        streamed = self.compared(comparison.clips, config, folder, outputs)
-        streamed.max_changed_share = 0.0
+        streamed = self.compared(comparison.clips, config, folder, Reference(outputs))
         recognizer = self.open_recognizer(folder)
         streamed.add_words(layout.SHERPA, lambda signal: transcribe(recognizer, signal, self.tail),
-                           layout.size(folder, config.models[self.name]))
+                           layout.size(folder, config.models[self.name]), same_waveform=True)
         comparison.companions[self.name] = {f"{self.milliseconds} ms": streamed}
 
 

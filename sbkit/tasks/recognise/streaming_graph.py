@@ -18,7 +18,7 @@ from sbkit.export.companion import Companion, OwnBundle
 from sbkit.export.graph import trace_module
 from sbkit.export.layout import Config, Streaming
 from sbkit.export.padding import pad
-from sbkit.export.parity import Comparison
+from sbkit.export.parity import Comparison, Reference
 from sbkit.export.runners import Call, Runner, open_runner
 from sbkit.export.windows import Window, Windows
 from sbkit.nn.chunks import ChunkConfig
@@ -33,8 +33,8 @@ from sbkit.tasks.recognise.recognizer import Recognizer
 INPUTS = {"samples": ("batch", "samples"), "frames": ("batch",), **dict.fromkeys(EncoderState._fields, ("batch",))}
 _BATCH = 2  # for tracing; sizes of 0 and 1 would become constants
 _EMPTY = Window(np.zeros(0, np.float32), 0)
-#: Builds the comparison of a bundle's model with a function on clips.
-Compare = Callable[[ComparisonClips, OwnBundle, Path, Callable[[np.ndarray], np.ndarray]], Comparison]
+#: Builds the comparison of a bundle's model with a reference on clips.
+Compare = Callable[[ComparisonClips, OwnBundle, Path, Reference], Comparison]
 
 
 def outputs(scores: str) -> dict[str, tuple[str, ...]]:
@@ -127,7 +127,7 @@ class Streams(Companion):
         assert chunks is not None and self.compare is not None, "others are refused"
         check_steps(self.recognizer, torch.from_numpy(clips.alone[-1].signal))
         return {f"{1000 * size * config.frame_seconds:g} ms": self.compare(
-            clips, config, folder, reference(self.recognizer, chunks=chunks.config(size)))
+            clips, config, folder, Reference(reference(self.recognizer, chunks=chunks.config(size))))
             for size in self.graph.chunks}
 
     def runners(self, name: str, path: Path, config: Config) -> Mapping[str, Runner]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from sbkit.export import graph, layout
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Target
 from sbkit.export.layout import TransducerConfig
-from sbkit.export.parity import Comparison, ParityResult
+from sbkit.export.parity import Comparison, ComparisonSettings, ParityResult, Reference
 from sbkit.export.runners import Runner, open_runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.transducer import TransducerHead
@@ -60,15 +60,13 @@ class TransducerComparison(Comparison):
     The scores are those on the path of the checkpoint's search, so that they can be compared one by one; the words are
     of a search in the bundle's graphs.
 
-    reference : runs the checkpoint's encoder on a waveform [S]
+    reference : runs the checkpoint's encoder
     own, exported : prediction and joint network of the checkpoint, and of the bundle
     spelling, exported_spelling : how tokens are written in tests of the checkpoint, and by the bundle
     tokenizer_text : writes tokens by the checkpoint's own tokenizer
     """
 
-    what = "states or log-probabilities"
-
-    def __init__(self, clips: ComparisonClips, reference: Callable[[np.ndarray], np.ndarray], sample_rate: float,
+    def __init__(self, clips: ComparisonClips, reference: Reference, sample_rate: float,
                  own: Joint, exported: Joint, spelling: Spelling, exported_spelling: Spelling,
                  tokenizer_text: Callable[[TokenSpans], str]):
         self._exported = exported
@@ -76,16 +74,18 @@ class TransducerComparison(Comparison):
         self._paths: dict[bytes, SearchPath] = {}
 
         def expected(signal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            states = reference(signal)
+            states = reference.run(signal)
             spans = self._spans[states.tobytes()] = _search(own, states)
             path = self._paths[signal.tobytes()] = SearchPath.of(spans, len(states), own)
             return states, path.scores(own, states)
 
-        super().__init__(clips, expected, sample_rate,
-                         lambda output: exported_spelling.text(_search(exported, output[0])),
-                         lambda output: spelling.text(self._spans[output[0].tobytes()]), ("states", "log_probs"))
-        self.take_joined_texts([tokenizer_text(self._spans[states.tobytes()]) for states, _ in self.expected],
-                               spaced=spelling.separator is not None)
+        super().__init__(clips, replace(reference, run=expected), sample_rate, ComparisonSettings(
+            what="states or log-probabilities",
+            outputs=("states", "log_probs"),
+            text=lambda output: exported_spelling.text(_search(exported, output[0])),
+            reference_text=lambda output: spelling.text(self._spans[output[0].tobytes()]),
+            joined_text=lambda output: tokenizer_text(self._spans[output[0].tobytes()]),
+            spaced=spelling.separator is not None))
 
     def add(self, name: str, run: Runner, size: int | None, batches: bool = True) -> ParityResult:
         def both(signals: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -172,8 +172,8 @@ class ExportedTransducer(ExportedRecognizer):
         sherpa_stream.check_version()
         return [target]
 
-    def compared(self, clips: ComparisonClips, config: TransducerConfig, folder: Path,
-                 reference: Callable[[np.ndarray], np.ndarray]) -> TransducerComparison:
+    def compared(self, clips: ComparisonClips, config: TransducerConfig, folder: Path, reference: Reference,
+                 ) -> TransducerComparison:
         vocabulary = Vocabulary.read(folder, config)
         decoder, joiner = (open_runner(layout.ONNX, folder / name) for name in (config.decoder, config.joiner))
         exported = GraphJoint(lambda tokens: decoder(tokens)[0], lambda *states: joiner(*states)[0], config.vocabulary,

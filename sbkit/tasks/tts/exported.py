@@ -16,7 +16,7 @@ from sbkit.export import graph, layout, readme
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.exported import Exported
 from sbkit.export.padding import pad
-from sbkit.export.parity import Comparison
+from sbkit.export.parity import Comparison, ComparisonSettings, Reference
 from sbkit.export.runners import Runner, open_runner
 from sbkit.nn.codec.spectral_loss import DECIBELS, MelDistance
 from sbkit.nn.voice.voice import VoiceModel
@@ -42,17 +42,16 @@ _BEYOND = 1.25  # length of the long text, as a multiple of the longest of the t
 class SoundComparison(Comparison):
     """Compares sound: by how many decibels mel spectra differ, and by a recogniser's transcripts."""
 
-    what = "spectra"
-
-    def __init__(self, clips: ComparisonClips, speak: Callable[[np.ndarray], np.ndarray], sample_rate: int,
-                 transcribe: Transcribe | None):
+    def __init__(self, clips: ComparisonClips, reference: Reference, sample_rate: int, transcribe: Transcribe | None):
         self._distance = MelDistance(sample_rate)
         symbols = sum(len(clip.signal) for clip in clips.alone)
-        seconds = sum(len(speak(clip.signal)) for clip in clips.alone) / sample_rate
-        text = None if transcribe is None else lambda sound: transcribe([sound])[0]
-        rate = symbols / seconds
-        super().__init__(replace(clips, longest=clips.longest / rate), speak, rate, text)
-        self.max_changed_clips = max(1, int(OTHER_WORDS * len(clips.alone)))
+        seconds = sum(len(reference.run(clip.signal)) for clip in clips.alone) / sample_rate
+        symbols_per_second = symbols / seconds
+        settings = ComparisonSettings(
+            what="spectra", text=None if transcribe is None else lambda sound: transcribe([sound])[0],
+            max_changed_clips=max(1, int(OTHER_WORDS * len(clips.alone))))
+        super().__init__(replace(clips, longest=clips.longest / symbols_per_second), reference, symbols_per_second,
+                         settings)
 
     def tied(self, expected: np.ndarray, found: np.ndarray) -> bool:
         return False
@@ -168,7 +167,7 @@ class ExportedVoice(Exported):
         return np.array([int(ids.sum()) % self.keys.n_speakers for ids in texts])
 
     def comparison(self, clips: ComparisonClips, config: layout.VoiceConfig, folder: Path) -> SoundComparison:
-        return SoundComparison(clips, self.reference(config), config.sample_rate, self.transcribe)
+        return SoundComparison(clips, Reference(self.reference(config)), config.sample_rate, self.transcribe)
 
     def readme(self, name: str, config: layout.VoiceConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:

@@ -9,6 +9,7 @@ from speechbrain.core import Stage
 
 from sbkit.data.text import AsWritten, TextRules
 from sbkit.export.clips import Clip, ComparisonClips
+from sbkit.export.parity import Reference
 from sbkit.tasks.tts import TTS
 from sbkit.tasks.tts.exported import MAX_DIFFERENCE, ExportedVoice, SoundComparison
 
@@ -23,7 +24,7 @@ def tone(hertz, seconds=0.5):
 def comparison(transcribe=None, count=8):
     """Of a voice that plays each text's first id as a tone."""
     clips = ComparisonClips([Clip(np.full(5 + i, 1 + i), f"text {i}", f"{i}") for i in range(count)], "tests", 12)
-    return SoundComparison(clips, lambda ids: tone(200 * int(ids[0])), RATE, transcribe)
+    return SoundComparison(clips, Reference(lambda ids: tone(200 * int(ids[0]))), RATE, transcribe)
 
 
 def run(change=lambda sound: sound):
