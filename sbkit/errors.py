@@ -61,6 +61,16 @@ class SbkitError(Exception):
         return _rebuild, (type(self), str(self)), self.__dict__
 
 
+def explain(error: BaseException, explanation: SbkitError) -> None:
+    """Attach to an error of Python's what a user reads instead, if it ends a script: who raised it may know more."""
+    error.sbkit_explanation = explanation  # type: ignore[attr-defined]  # an exception takes any attribute
+
+
+def explanation_of(error: BaseException) -> SbkitError | None:
+    """Return what :func:`explain` attached."""
+    return getattr(error, "sbkit_explanation", None)
+
+
 def first_line(error: BaseException) -> str:
     r"""Return the first line of an error's message, cut if it is long, or the name of its class if it has no message.
 

@@ -20,7 +20,7 @@ from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, registe
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.compat import loaders
-from sbkit.compat.hooks import BrainHooks
+from sbkit.compat.hooks import BrainHooks, objectives_of
 from sbkit.compat.script_loop import ScriptTrainer
 from sbkit.data.loader import plain_worker_errors
 from sbkit.errors import SbkitError, first_line
@@ -336,7 +336,7 @@ class Brain(sb.core.Brain):
         """Return the detached result of ``compute_objectives`` for a batch, on the device."""
         with self.evaluation_ctx:
             outputs = losses_in_fp32(self.compute_forward(batch, stage=stage), self.evaluation_ctx)
-            loss = self.compute_objectives(outputs, batch, stage=stage)
+            loss = objectives_of(self, outputs, batch, stage)
             one_number(loss, "compute_objectives", tensor=True)
             return loss.detach()
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from sbkit.compat import loaders
 from sbkit.data.batch import as_planned
+from sbkit.errors import SbkitError, explain
 from sbkit.recipe.speed import Utilisation
 from sbkit.train import bad_batch
 from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs
@@ -25,6 +26,18 @@ from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.step import Computed, StepResult, as_loss, losses_in_fp32
 
 logger = logging.getLogger(__name__)
+
+
+def objectives_of(brain: Any, outputs: Outputs, batch: MicroBatch, stage: Stage) -> Objectives:  # as in BrainHooks
+    """Call a script's ``compute_objectives``; if it can't work because there are no outputs, its error says so."""
+    try:
+        return brain.compute_objectives(outputs, batch, stage)
+    except (TypeError, AttributeError) as error:
+        # A script may compute everything in compute_objectives, and only Python's words say that None was the cause.
+        if outputs is None and "NoneType" in str(error):
+            explain(error, SbkitError(f"compute_objectives got None from compute_forward, and ends in: {error}",
+                                      hint="let compute_forward return its outputs"))
+        raise
 
 
 class BrainHooks:
@@ -87,7 +100,7 @@ class BrainHooks:
             outputs = brain.compute_forward(batch, Stage.TRAIN)
             times.mark("forward")
             outputs = losses_in_fp32(outputs, brain.training_ctx)
-            objectives = brain.compute_objectives(outputs, batch, Stage.TRAIN)
+            objectives = objectives_of(brain, outputs, batch, Stage.TRAIN)
         return Computed(outputs, objectives, as_loss(objectives, as_planned(batch).weight))
 
     def batches(self, train_set: DataSource, epoch: int) -> EpochBatches:

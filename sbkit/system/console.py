@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import itertools
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from sbkit.errors import SbkitError, printable
+from sbkit.errors import SbkitError, explanation_of, printable
 from sbkit.system import disk, untrusted
 
 _logger = logging.getLogger(__name__)
@@ -196,34 +195,36 @@ def write_error(text: str) -> None:
         LogFile.catch_up(text)
 
 
-def end_scripts_in_one_line(explain: Callable[[BaseException], SbkitError | None] = lambda error: None) -> None:
-    """Let a script of a user's own end in an error's one line, with the script's line before it, as commands do.
+Explain = Callable[[BaseException], SbkitError | None]
+
+
+class ScriptErrors:
+    """Ends a script of a user's own, as ``sys.excepthook``: in an error's one line, with the script's line before it.
 
     explain : returns the error to show for one of another library; None: there is no better one
+    earlier : shows all errors that aren't sbkit's, with their traceback
     """
-    earlier = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        script, frames = getattr(sys.modules["__main__"], "__file__", None), [*traceback.walk_tb(trace)]
-        line = next((number for frame, number in reversed(frames) if frame.f_code.co_filename == script), None)
-        if isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error):
-            called = [frame.f_code.co_name for frame, _ in frames if frame.f_code.co_filename == script]
-            got = next((before.f_locals.get("outputs", 0) for (before, _), (frame, _) in itertools.pairwise(frames)
-                        if frame.f_code.co_name == "compute_objectives"), 0)
-            if got is None and called[-1:] == ["compute_objectives"]:
-                error = SbkitError(f"compute_objectives got None from compute_forward, and ends in: {error}",
-                                   hint="let compute_forward return its outputs")
-        error = explain(error) or error
-        if not isinstance(error, SbkitError) or error.__cause__ is not None:  # which may say more
-            earlier(kind, error, trace)
-        else:
-            rank = os.environ.get("RANK", "0")  # another's error may be its own
-            write_error((f"rank {rank}: " if rank != "0" else "") + (f"{script}:{line}: " if line else "")
-                        + f"error: {error}")
+    def __init__(self, explain: Explain, earlier: Callable[..., object]):
+        self.explain, self.earlier = explain, earlier
 
-    if not getattr(earlier, "of_sbkit", False):
-        hook.of_sbkit = True  # type: ignore[attr-defined]
-        sys.excepthook = hook
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        shown = explanation_of(error) or self.explain(error) or error
+        if not isinstance(shown, SbkitError) or shown.__cause__ is not None:  # which may say more
+            self.earlier(kind, shown, trace)
+            return
+        rank = os.environ.get("RANK", "0")
+        prefix = f"rank {rank}: " if rank != "0" else ""  # another's error may be its own
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        lines = [number for frame, number in traceback.walk_tb(trace) if frame.f_code.co_filename == script]
+        place = f"{script}:{lines[-1]}: " if lines else ""
+        write_error(f"{prefix}{place}error: {shown}")
+
+
+def end_scripts_in_one_line(explain: Explain = lambda error: None) -> None:
+    """Let errors end a script as ``ScriptErrors`` says, as they end commands."""
+    if not isinstance(sys.excepthook, ScriptErrors):
+        sys.excepthook = ScriptErrors(explain, sys.excepthook)
 
 
 def _nobody_reads_stderr() -> bool:
