@@ -11,7 +11,6 @@ import importlib
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import textwrap
@@ -130,13 +129,22 @@ class _Parser(argparse.ArgumentParser):
     of one command isn't read as ``--chunk-seconds`` of another."""
 
     def __init__(self, **options: Any):
-        super().__init__(**options, allow_abbrev=False)
+        super().__init__(**options, allow_abbrev=False, exit_on_error=False)
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads it by the class of the namespace
             self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse, and refuse unknown options here: the parent parser doesn't know this command's options."""
-        known, unknown = super().parse_known_args([*map(self._spelled, args or ())], namespace)
+        try:
+            known, unknown = super().parse_known_args([*map(self._spelled, args or ())], namespace)
+        except argparse.ArgumentError as error:
+            if error.argument_name is None:  # so later Pythons say that arguments are missing, instead of by ``error``
+                self.error(error.message)
+            from sbkit.commands.options import UnknownChoice
+
+            of_type = error.__context__  # what the argument's type raised
+            word, choices = (of_type.word, of_type.choices) if isinstance(of_type, UnknownChoice) else ("", ())
+            self._refuse(str(error), word, choices)
         if unknown:
             options = [word for action in self._actions for word in action.option_strings]
             self._refuse(f"unrecognized arguments: {' '.join(unknown)}", unknown[0].partition("=")[0], options)
@@ -150,20 +158,30 @@ class _Parser(argparse.ArgumentParser):
         plain = name[2:].replace("_", "-") if name.startswith("--") else ""
         return f"{options[plain]}{equals}{value}" if plain in options else word
 
-    def error(self, message: str) -> NoReturn:
-        if message.startswith("the following arguments are required"):
-            needed = " ".join(f"{' '.join(action.option_strings[:1])} {action.metavar}".strip()
-                              for action in self._actions if action.required)
-            raise SbkitError(message, hint=f"write {self.prog} {needed}; see {self.prog} --help")
-        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
-        self._refuse(message, *(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ("", []))
+    @property
+    def _see_help(self) -> str:
+        return f"see {self.prog} --help"
 
-    def _refuse(self, message: str, word: str, options: list[str]) -> NoReturn:
+    def error(self, message: str) -> NoReturn:
+        """Refuse a command line that lacks arguments; mistakes in one argument are exceptions, as ``exit_on_error`` is
+        false."""
+        needed = " ".join(f"{' '.join(action.option_strings[:1])} {action.metavar}".strip()
+                          for action in self._actions if action.required)
+        raise SbkitError(message, hint=f"write {self.prog} {needed}; {self._see_help}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:  # what the argument's type made of a word
+        """Suggest a choice near to one that there isn't; argparse's exception has neither."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            self._refuse(str(error), str(value), [str(choice) for choice in action.choices or ()])
+
+    def _refuse(self, message: str, word: str, options: Sequence[str]) -> NoReturn:
         from sbkit.recipe.overrides import NAMED_ELSEWHERE
 
         ours = self._spelled("--" + NAMED_ELSEWHERE.get(word.lstrip("-").replace("-", "_"), ""))
         near = [ours] if ours in options else difflib.get_close_matches(word, options, n=1)
-        raise SbkitError(message, hint=(f"did you mean {near[0]}? " if near else "") + f"see {self.prog} --help")
+        raise SbkitError(message, hint=(f"did you mean {near[0]}? " if near else "") + self._see_help)
 
 
 def parser_for(argv: Sequence[str]) -> argparse.ArgumentParser:

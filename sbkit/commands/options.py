@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,13 +77,21 @@ def chunk_sizes(text: str) -> tuple[int | None, ...]:
     return tuple(sizes)
 
 
+class UnknownChoice(argparse.ArgumentTypeError):
+    """Raised for a word that isn't one of ``choices``."""
+
+    def __init__(self, word: str, choices: Sequence[str]):
+        super().__init__(f"invalid choice: {word!r} (choose from {', '.join(choices)})")
+        self.word, self.choices = word, choices
+
+
 def several_of(*known: str) -> Callable[[str], list[str]]:
     """Make a parser of some of these names, with commas between them."""
     def parse(text: str) -> list[str]:
         names = text.split(",")
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(known)})")
+                raise UnknownChoice(name, known)
         return names
 
     return parse

@@ -41,8 +41,6 @@ TRUNCATED_SECONDS, TRUNCATED_SHARE = 0.1, 0.1
 LONGER_SECONDS, LONGER_SHARE = 0.2, 0.02
 #: A recording has been cut off if it is shorter than its row says by more than both of these.
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
-#: How the cause begins if a file has less audio than its header says, and if it has more, except a WAV's.
-CUT_OFF, DAMAGED = "cut off", "damaged"
 #: libsndfile's names for WAV.
 WAV_FORMATS = ("WAV", "WAVEX")
 #: A number of frames above this means that it is unknown (libsndfile gives 2^63-1).
@@ -58,6 +56,8 @@ OPEN_SHARDS = 64
 
 Duration = TypeVar("Duration", float, np.ndarray)
 
+#: libsndfile's number of this error, SF_ERR_UNRECOGNISED_FORMAT.
+_UNKNOWN_FORMAT = 1
 _MEMBER = re.compile(r"^(?P<path>.+)\?offset=(?P<offset>\d+)&size=(?P<size>\d+)$")
 
 
@@ -67,6 +67,19 @@ class AudioError(SbkitError):
     def __init__(self, wav: str, cause: str):
         super().__init__(f"{wav}: {cause}")
         self.wav, self.cause = wav, cause
+
+
+class UnknownFormat(AudioError):
+    """Raised for a file whose format nothing here can decode, or which is no recording."""
+
+
+class LengthMismatch(NamedTuple):
+    """How the frames in a recording's file differ from its header."""
+
+    description: str
+    damaged: bool
+    """Whether the file was cut off or damaged; otherwise it is a WAV, behind whose audio may be the rest of an older
+    file."""
 
 
 def read_audio(
@@ -161,16 +174,17 @@ def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = 
         return file.frames / file.samplerate, file.samplerate, file.channels
 
 
-def length_mismatch(declared: int, actual: int, file: soundfile.SoundFile) -> str | None:
-    """Describe how the frames in a recording's file differ from its header; None if only by rounding."""
+def length_mismatch(declared: int, actual: int, file: soundfile.SoundFile) -> LengthMismatch | None:
+    """Compare the frames in a recording's file with its header; None if they differ only by rounding."""
     rate = file.samplerate
     if abs(declared - actual) <= length_tolerance(declared / rate) * rate:
         return None
     if actual < declared:
-        return f"{CUT_OFF}: {actual / rate:.2f} of {declared / rate:.2f} s can be read"
-    cause = f"its header says {declared / rate:.2f} s, but it goes on to {actual / rate:.2f} s: the rest isn't read"
-    # Behind a WAV's audio may be the rest of an older file.
-    return cause if file.format in WAV_FORMATS else f"{DAMAGED}: {cause}"
+        return LengthMismatch(f"cut off: {actual / rate:.2f} of {declared / rate:.2f} s can be read", damaged=True)
+    longer = f"its header says {declared / rate:.2f} s, but it goes on to {actual / rate:.2f} s: the rest isn't read"
+    if file.format in WAV_FORMATS:
+        return LengthMismatch(longer, damaged=False)
+    return LengthMismatch(f"damaged: {longer}", damaged=True)
 
 
 def describe(wav: str | os.PathLike[str] | bytes | BinaryIO) -> str:
@@ -221,10 +235,12 @@ class OpenRecording(NamedTuple):
     def check_length(self) -> str | None:
         """Raise ``AudioError`` if its file was cut off or damaged; return a notice if a WAV's is longer than its header
         says."""
-        cause = length_mismatch(*self.frames(), self.file)
-        if cause is not None and cause.startswith((CUT_OFF, DAMAGED)):
-            raise AudioError(self.name, cause)
-        return cause
+        mismatch = length_mismatch(*self.frames(), self.file)
+        if mismatch is None:
+            return None
+        if mismatch.damaged:
+            raise AudioError(self.name, mismatch.description)
+        return mismatch.description
 
     def blocks(self, start: float, duration: float | None, slack: float = 0.0, whole: bool = True,
                block_seconds: float | None = None, dtype: str = "float32") -> Iterator[np.ndarray]:
@@ -330,11 +346,11 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             file.close()
             file = _decoder(whole)
         if not MIN_RATE <= file.samplerate <= MAX_RATE:
-            raise AudioError(name, f"its header gives a sample rate of {file.samplerate} Hz")
+            raise AudioError(name, f"has a header with a sample rate of {file.samplerate} Hz")
         if file.frames <= 0:
             raise AudioError(name, "holds no audio")
         if file.frames > NO_LENGTH:
-            raise AudioError(name, "its header does not say how long it is")
+            raise AudioError(name, "does not say in its header how long it is")
         if isinstance(file, container.ContainerFile):
             declared, actual = file.declared, file.frames
             yield OpenRecording(file, name, 0, lambda: (declared, actual))
@@ -351,6 +367,8 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             if not reason or "does not exist" in reason:  # as libsndfile says of some files that are cut off
                 reason = "damaged"
             cause = f"cannot be decoded: {reason}"
+            if getattr(error, "code", None) == _UNKNOWN_FORMAT:
+                raise UnknownFormat(name, cause) from None
         raise AudioError(name, cause) from None
     except OSError as error:
         raise AudioError(name, _os_cause(error)) from None

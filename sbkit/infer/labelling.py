@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sbkit.data.audio import CUT_OFF, DAMAGED, AudioError
+from sbkit.data.audio import AudioError
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.text import TextRules
@@ -217,8 +217,9 @@ def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: P
         for index, transcript in transcripts:
             key, recording = todo[index]
             # A WAV that is longer than its header says is kept, as in training.
-            if (warning := transcript.warning or "").startswith((CUT_OFF, DAMAGED)):
-                errors[key] = warning
+            mismatch = recording.mismatch
+            if mismatch is not None and mismatch.damaged:
+                errors[key] = mismatch.description
                 continue
             seconds += transcript.duration
             pieces = cut_at_pauses(transcript.words, transcript.duration, pipeline.engine.config.chunk_seconds)

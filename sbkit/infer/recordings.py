@@ -12,7 +12,7 @@ import numpy as np
 import soxr
 
 from sbkit.data import audio
-from sbkit.data.audio import AudioError
+from sbkit.data.audio import AudioError, LengthMismatch
 from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.errors import printable
 from sbkit.infer.samples import LOUDEST
@@ -41,8 +41,8 @@ class Recording:
     """Which URLs may be opened, if ``audio`` is one."""
     rate: int | None = None
     """The samples a second of an array; None: as many as the model's."""
-    warning: str | None = None
-    """What is missing of it; known after its blocks were read."""
+    mismatch: LengthMismatch | None = None
+    """How its file differs from what its header says; known after its blocks were read."""
 
     @classmethod
     def of(cls, source: Source, id: str = "", rate: int | None = None) -> Recording:
@@ -61,6 +61,11 @@ class Recording:
         samples = np.asarray(given)
         samples = samples.reshape(-1) if samples.ndim == 2 and 1 in samples.shape else samples  # one channel
         return cls(samples / np.float32(32768) if samples.dtype == np.int16 else samples, id, rate=rate)
+
+    @property
+    def warning(self) -> str | None:
+        """What is missing of it; known after its blocks were read."""
+        return None if self.mismatch is None else self.mismatch.description
 
     @property
     def name(self) -> str:
@@ -111,7 +116,7 @@ class Recording:
             if self.duration is not None:
                 expected = first + round(self.duration * own)
                 available = min(available, opened.file.frames, expected)
-            self.warning = audio.length_mismatch(expected - first, available - first, opened.file)
+            self.mismatch = audio.length_mismatch(expected - first, available - first, opened.file)
             resampler = soxr.ResampleStream(own, rate, 1, dtype="float32", quality="MQ") if own != rate else None
             read = 0
             for signal in opened.blocks(self.start, self.duration, whole=False, block_seconds=BLOCK_SECONDS):
@@ -124,7 +129,7 @@ class Recording:
             if resampler is not None and len(rest := resampler.resample_chunk(np.zeros(0, np.float32), last=True)):
                 yield rest
             if read < min(expected, available) - first:  # an MP3 has less than its header says, or its end is damaged
-                self.warning = audio.length_mismatch(expected - first, read, opened.file)
+                self.mismatch = audio.length_mismatch(expected - first, read, opened.file)
 
 
 #: What can be transcribed.

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import soxr  # noqa: F401  loaded before the limits are set
 
 from sbkit.data import audio
-from sbkit.data.audio import AudioError
+from sbkit.data.audio import AudioError, UnknownFormat
 from sbkit.infer.recordings import Recording
 
 #: More channels than any recording of speech has; libsndfile allows up to 1024, and a block has samples of each.
@@ -40,9 +40,9 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
         data = file.read()
         seconds, own, channels = audio.audio_info(data)
         if channels > MAX_CHANNELS:
-            return {"refused": f"its header claims {channels} channels; the limit is {MAX_CHANNELS}"}
+            return {"refused": f"claims {channels} channels in its header; the limit is {MAX_CHANNELS}"}
         if own > MAX_RATE:
-            return {"refused": f"its header claims {own} samples per second; the limit is {MAX_RATE}"}
+            return {"refused": f"claims {own} samples per second in its header; the limit is {MAX_RATE}"}
         if seconds > max_seconds:
             return {"too_long": f"{seconds:.1f} s long"}
         samples, granted = 0, 0
@@ -63,7 +63,7 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
             return {"refused": "has no samples"}
         return {"samples": samples, "warning": recording.warning}
     except AudioError as error:
-        return {"refused": error.cause}
+        return {"refused": error.cause, "unknown_format": isinstance(error, UnknownFormat)}
     except MemoryError:
         return {"refused": "needs too much memory to decode"}
     except OSError as error:

@@ -183,11 +183,9 @@ class Decoders:
                 upload.fileno()  # from here on it is on disk
             with self._queue.slot(job):
                 reply = self._decode(upload, out, grow, rate, job)
-            if (cause := reply.get("refused")) is not None:  # a clause, or about a file: 'its header claims ...'
-                clause = f"can't be used: {cause}" if cause.startswith("its ") else cause
-                if cause.endswith("Format not recognised"):
-                    clause = f"{cause}; send WAV, FLAC, MP3, Ogg, M4A or WebM"
-                raise invalid(f"the audio {clause}", "file", "invalid_audio")
+            if "refused" in reply:
+                instead = "; send WAV, FLAC, MP3, Ogg, M4A or WebM" if reply.get("unknown_format") else ""
+                raise invalid(f"the audio {reply['refused']}{instead}", "file", "invalid_audio")
             if "too_long" in reply:
                 raise invalid(f"the audio is {reply['too_long']}; the limit of this server is "
                               f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sounds import CONTAINERS, FORMATS, contained, encoded, real_data, speechlike
 
 from sbkit.data import audio, mp3
-from sbkit.data.audio import AudioError, audio_info, read_audio, read_utterance
+from sbkit.data.audio import AudioError, UnknownFormat, audio_info, read_audio, read_utterance
 from sbkit.infer.recordings import Recording
 from sbkit.serve.decoder_process import decode
 
@@ -230,11 +230,11 @@ BROKEN = {
     "garbage": (b"hello world" * 100, "cannot be decoded"),
     "html": (b"<!DOCTYPE html><html>404 Not Found</html>", "cannot be decoded"),
     "a header alone": (WAV[:44], "holds no audio"),
-    "one sample a second": (WAV[:24] + struct.pack("<I", 1) + WAV[28:], "gives a sample rate of 1 Hz"),
+    "one sample a second": (WAV[:24] + struct.pack("<I", 1) + WAV[28:], "a header with a sample rate of 1 Hz"),
     "a cut FLAC": (FLAC[: len(FLAC) // 2], "cannot be decoded"),
     "a cut MP3": (MP3[: len(MP3) // 2], r"cut off: [\d.]+ of 4\.00 s"),
     "2^32 frames": (FLAC[:22] + b"\xff\xff\xff\xff" + FLAC[26:], r"hours at once; the limit is 4"),
-    "no length": (FLAC[:22] + bytes(4) + FLAC[26:], "does not say how long it is"),
+    "no length": (FLAC[:22] + bytes(4) + FLAC[26:], "does not say in its header how long it is"),
 }
 
 
@@ -247,6 +247,7 @@ def test_broken_audio_is_named_with_its_cause(what, tmp_path):
         with pytest.raises(AudioError, match=cause) as caught:
             read_audio(wav)
         assert str(caught.value).startswith(str(path) if wav is path else f"<{len(data)} bytes of audio>")
+        assert isinstance(caught.value, UnknownFormat) == (what in ("garbage", "html"))
 
 
 @pytest.mark.parametrize("rate", [16_000, 48_000])

@@ -199,7 +199,8 @@ def test_what_changes_nothing_is_taken(client):
 
 
 @pytest.mark.parametrize("data, words", [
-    (b"", "file is empty"), (b"no audio at all", "Format not recognised"), (serving.wav("a")[:30], "the audio")])
+    (b"", "file is empty"), (b"no audio at all", "Format not recognised; send WAV"),
+    (serving.wav("a")[:30], "the audio")])
 def test_bad_audio_is_the_clients_mistake(client, data, words):
     with pytest.raises(openai.BadRequestError, match=words) as error:
         ask(client, data)
