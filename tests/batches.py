@@ -25,3 +25,8 @@ def noise(*lengths: int, tokens: Sequence[Sequence[int]] | None = None, level: f
         "signals": pad_sequence(signals, batch_first=True), "signal_lengths": torch.tensor(lengths),
         "tokens": pad_sequence(ids, batch_first=True), "token_lengths": torch.tensor([len(each) for each in ids]),
         **more})
+
+
+def tensors_by_field(batch):
+    """What kind of tensor each field of a batch holds: its type of numbers and how many dimensions."""
+    return {name: (value.dtype, value.dim()) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}

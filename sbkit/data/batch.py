@@ -103,7 +103,10 @@ class Batch(PlannedBatch):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the fields of a pickled batch; one that an earlier version saved for ``sbkit rerun`` lacks the newest.
         """
-        vars(self).update({"goes_on": [], **state})
+        for known in dataclasses.fields(self):
+            if known.default_factory is not dataclasses.MISSING:  # other defaults are attributes of the class
+                setattr(self, known.name, known.default_factory())
+        vars(self).update(state)
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -146,18 +149,36 @@ class Batch(PlannedBatch):
         return self._map(Tensor.pin_memory)
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of the batch."""
-        return [self.signals, self.signal_lengths, self.tokens, self.token_lengths, self.real, *self.labels.values(),
-                *(tensor for column in self.columns.values() if isinstance(column, tuple) for tensor in column)]
+        """All tensors of the batch, in whichever fields they are."""
+        return list(_tensors_in(vars(self)))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """A copy with all tensors changed, in whichever fields they are."""
         mapped = copy.copy(self)
-        for name in ("signals", "signal_lengths", "tokens", "token_lengths", "real"):
-            setattr(mapped, name, change(getattr(self, name)))
-        mapped.columns = {name: type(column)(*map(change, column)) if isinstance(column, tuple) else column
-                          for name, column in self.columns.items()}
-        mapped.labels = {name: change(numbers) for name, numbers in self.labels.items()}
+        for name, value in vars(self).items():
+            setattr(mapped, name, _mapped(value, change))
         return mapped
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors_in(inner)
+    elif isinstance(value, tuple):  # Padded
+        for inner in value:
+            yield from _tensors_in(inner)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # of the same type as the value
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _mapped(inner, change) for name, inner in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # Padded
+        return type(value)(*(_mapped(inner, change) for inner in value))
+    return value  # texts and numbers
 
 
 def stand_in(*, utterances: int = 1, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place: Any) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from speechbrain.dataio.batch import PaddedData
 
 from sbkit.data.batch import STAND_IN, Batch, DevicePrefetcher, stand_in
+from sbkit.data.columns import Padded
 
 
 def batch(rows: int = 3, step: int = 7) -> Batch:
@@ -37,6 +39,24 @@ def test_moves_every_tensor_and_keeps_the_rest():
     assert all(tensor.device.type == "cpu" for tensor in it.tensors())
     for name in ("ids", "texts", "step", "micro", "micros", "weight", "damaged", "samples"):
         assert getattr(moved, name) == getattr(it, name)
+
+
+@dataclass
+class Marked(Batch):
+    """A batch with fields of which the rest of the package knows nothing."""
+
+    mark: torch.Tensor = None
+    marks: dict[str, Padded] = None
+
+
+def test_a_new_field_is_moved_repeated_and_copied_to_graphs_like_the_others():
+    it = batch()
+    it = Marked(**vars(it), mark=torch.arange(3), marks={"more": Padded(torch.rand(3, 2), torch.tensor([2, 2, 1]))})
+    moved = it.to("meta")
+    assert {moved.mark.device.type, moved.marks["more"].data.device.type} == {"meta"}
+    assert it.repeated(2).mark.tolist() == [0, 1, 2, 0, 1, 2]
+    assert any(tensor is it.mark for tensor in it.tensors())
+    assert any(tensor is it.marks["more"].lengths for tensor in it.tensors())
 
 
 def test_is_speechbrains_padded_data_when_asked():

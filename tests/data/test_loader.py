@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from batches import tensors_by_field
 from processes import Beside
 from sounds import encoded, speechlike
 
 from sbkit.data import reader
 from sbkit.data.audio import read_audio
 from sbkit.data.augment import Augment, Gain, SpeedPerturb
-from sbkit.data.batch import STAND_IN
+from sbkit.data.batch import STAND_IN, stand_in
 from sbkit.data.loader import EvalLoader, TrainLoader, eval_batches
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
@@ -198,6 +199,12 @@ def test_recordings_of_16_bits_go_to_a_gpu_as_they_are_and_are_the_same_there(ma
             assert there.signals.dtype == torch.float32
             assert torch.equal(there.signals[real], float_batch.signals[real])
     assert kinds == {torch.int16, torch.float32}
+
+
+def test_a_stand_in_has_the_tensors_of_a_batch_that_was_read(manifest):
+    """A field that only one of them fills would be missing on a rank that has nothing to read."""
+    read = reader.Reader(manifest, LETTERS).read(reader.ReadRequest(1, 0, 0, 1, np.arange(2)))
+    assert tensors_by_field(read) == tensors_by_field(stand_in(utterances=2))
 
 
 def test_a_batch_that_is_larger_than_its_shape_says_so(manifest):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import tensors_by_field
 from speechbrain.core import Stage
 from speechbrain.nnet.schedulers import InverseSquareRootScheduler, NewBobScheduler, NoamScheduler
 from speechbrain.utils.epoch_loop import EpochCounterWithStopper
@@ -12,7 +13,7 @@ from speechbrain.utils.train_logger import TrainLogger
 from torch.utils.data import IterableDataset
 
 from sbkit.compat import loaders
-from sbkit.data.batch import PlannedBatch
+from sbkit.data.batch import PlannedBatch, stand_in
 from sbkit.errors import SbkitError
 from sbkit.tasks.task import Task
 from sbkit.train.checkpoint import Checkpointer
@@ -41,6 +42,14 @@ def test_the_mean_of_checkpoints_is_tested_whatever_the_weights_are_called(tmp_p
     brain.checkpointer.wait()
     brain.on_evaluate_start(**brain.metric.order)
     assert all(torch.equal(parameter, torch.full_like(parameter, 1.5)) for parameter in brain.modules.parameters())
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_a_stand_in_has_the_tensors_of_one_that_a_loader_makes(noise):
+    brain = Sums({"encoder": torch.nn.Linear(2, 2)}, run_opts={"device": "cpu"})
+    expected = tensors_by_field(stand_in(utterances=2))
+    assert tensors_by_field(brain.stand_in(2, 1.0, noise=noise)) == expected
+    assert tensors_by_field(brain.clip_batch(torch.zeros(16_000), 16_000)) == expected
 
 
 class Counts(Task):
