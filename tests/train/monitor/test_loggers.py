@@ -1,8 +1,10 @@
 """What TensorBoard, Weights & Biases, MLflow and trackio have of a run, without a network; and a tool that fails."""
 
+import configparser
 import json
 import logging
 import os
+import re
 import sqlite3
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from sbkit.train.monitor import loggers
 from sbkit.train.monitor.loggers import Run
 from sbkit.train.monitor.metrics import MetricsLog
 
+ROOT = Path(__file__).parents[3]
 RECIPE = {"experiment": "words", "lr": 0.001, "precision": "bf16"}
 
 
@@ -110,13 +113,24 @@ def test_wandb_keeps_a_killed_run_and_its_second_start_under_one_name_without_a_
     assert len(kept) == 2 and b"valid_WER" in kept[1].read_bytes()  # of the first it hadn't written all yet
 
 
-@pytest.mark.parametrize(("name", "extra"), [("torch.utils.tensorboard", "tensorboard"), ("wandb", "wandb"),
-                                             ("mlflow", "mlflow"), ("trackio", "trackio")])
+WITH_A_TOOL = {name: kind.module for name, kind in loggers.KINDS.items() if kind.module is not None}
+
+
+@pytest.mark.parametrize(("extra", "name"), WITH_A_TOOL.items())
 def test_a_tool_that_is_not_installed_is_one_clear_error(tmp_path, monkeypatch, name, extra):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SbkitError, match=rf"loggers: {extra} can't be imported") as error:
         loggers.make([extra], Run(tmp_path, {}))
     assert error.value.hint == f"pip install 'sbkit[{extra}]'"
+
+
+@pytest.mark.parametrize("name", loggers.KINDS)
+def test_each_name_is_an_extra_and_on_the_page_about_them(name):
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert name not in WITH_A_TOOL or name in setup["options.extras_require"], "the hint says how to install it"
+    (listed,) = re.findall(r"`loggers: \[(.*?)\]`", (ROOT / "docs" / "reference" / "formats.md").read_text())
+    assert name in listed.split(", ")
 
 
 @pytest.mark.parametrize("name", [".Csv", "..Csv", "mine..Csv", "mine."])
