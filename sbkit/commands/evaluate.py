@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbkit.commands.options import RUNS_CODE, add_search, chunk_sizes, request_of, require_run
+from sbkit.commands.options import RUNS_CODE, add_average, add_search, chunk_sizes, request_of, require_run
 from sbkit.errors import SbkitError, printable
+from sbkit.score.weights import BEST
 from sbkit.system.console import counted, table
 from sbkit.system.environment import check_torch
 
@@ -31,10 +32,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data_root", "--corpus.data_root", dest="data_root", metavar="FOLDER",
                         help="where relative paths of its lists begin, and what $data_root in them means")
     parser.add_argument("--split", help="split of the corpus (default: test)")
-    parser.add_argument("--checkpoint", nargs="+", default=["best"], metavar="CKPT", dest="checkpoints",
+    parser.add_argument("--checkpoint", nargs="+", default=[BEST], metavar="CKPT", dest="checkpoints",
                         help="best, last, or names of checkpoints; each is a row of the table")
-    parser.add_argument("--average", type=int, default=1, metavar="N",
-                        help="score the mean of the weights of the N best (or last) checkpoints")
+    add_average(parser, "score the mean of the weights of the N best (or last) checkpoints")
     parser.add_argument("--max-wer", type=float, metavar="PERCENT", help="exit with 1 if a WER is higher")
     for option, field, what in (("--max", "max_values", "above"), ("--min", "min_values", "below")):
         parser.add_argument(option, dest=field, action="append", default=[], type=_bound, metavar="NAME=VALUE",
@@ -113,18 +113,16 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
     from sbkit.train.distributed import ranks
 
     manifest = Manifest.read(path, remote=remote)
-    for choice in {*request.checkpoints} - {restore.BEST, restore.LAST}:
-        restore.find_checkpoint(recipe.keys.checkpointer, choice)  # before another is scored for hours
-    for choice in request.checkpoints:
-        used = [Path(ckpt.path).name for ckpt in restore.take_weights(brain, choice, request.average)]
-        label = choice if choice in (restore.BEST, restore.LAST) else used[0]
-        if request.average > 1:
-            label += f"-mean-of-{len(used)}"
+    for weights in request.weights:
+        if weights.by_name:
+            restore.find_checkpoint(recipe.keys.checkpointer, weights.checkpoint)  # before another is scored for hours
+    for weights in request.weights:
+        used = [Path(ckpt.path).name for ckpt in restore.take_weights(brain, weights)]
         tuned = brain.tune_search(
             recipe.keys.corpus.manifest("dev"), lambda dev: evaluation.transcribe(
                 request, recipe, brain, dev, "dev")) \
             if request.tune_lm else {}
-        label += request.label()
+        label = weights.label(used[0], len(used)) + request.label()
         scored = evaluation.score(request, recipe, brain, manifest, label)
         if request.behaviour:
             behaviour = evaluation.try_behaviour(request, recipe, brain, manifest, recipe.keys.sample_rate)

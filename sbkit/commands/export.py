@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import RUNS_CODE, above, count, request_of, require_run, several_of, share
+from sbkit.commands.options import RUNS_CODE, above, add_average, count, request_of, require_run, several_of, share
+from sbkit.score.weights import BEST, ChosenWeights
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = RUNS_CODE
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
     parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
-    parser.add_argument("--checkpoint", default="best", help="best, last, or the name of a checkpoint (default: best)")
-    parser.add_argument("--average", type=int, default=1, metavar="N",
-                        help="export the mean of the N best (or last) checkpoints")
+    parser.add_argument("--checkpoint", default=BEST, help="best, last, or the name of a checkpoint (default: best)")
+    add_average(parser, "export the mean of the N best (or last) checkpoints")
     parser.add_argument("--mean", type=share, metavar="SHARE",
                         help="export the mean of the trained weights, which count SHARE (0 to 1), and those that the "
                              "run began with: 0.75 keeps three quarters of what was learnt")
@@ -40,4 +40,5 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.export.bundle import ExportRequest, export
     from sbkit.infer.bundles import BundleLoader
 
-    return export(request_of(ExportRequest, args), BundleLoader())
+    weights = ChosenWeights(args.checkpoint, args.average, args.mean)
+    return export(request_of(ExportRequest, args, weights=weights), BundleLoader())

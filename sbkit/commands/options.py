@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from sbkit.errors import SbkitError
 from sbkit.score.chunk_size import WHOLE
+from sbkit.score.weights import AVERAGES, Mean, average_of
 from sbkit.system.schema import NOT_NEGATIVE, POSITIVE, SHARE, Number
 
 _Number = TypeVar("_Number", int, float)
@@ -55,6 +56,12 @@ def add_vad(parser: argparse.ArgumentParser) -> None:
     """Add ``--vad``."""
     parser.add_argument("--vad", action="store_true", help="transcribe recordings only where silero-vad detects "
                         "speech, so that a model can't write words where nobody speaks")
+
+
+def add_average(parser: argparse.ArgumentParser, does: str) -> None:
+    """Add ``--average``, whose help says what the command does with it."""
+    others = "".join(f", or {name}-of-N: the {name}" for name in AVERAGES if name != Mean.name)
+    parser.add_argument("--average", type=average_of, default=Mean(), metavar="N", help=f"{does}{others}")
 
 
 def require_run(folder: Path) -> None:

@@ -18,11 +18,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     require_run(args.folder)
     from sbkit.runs import restore
+    from sbkit.score.weights import LAST, ChosenWeights
     from sbkit.train.bad_batch import find_saved, replay
 
     bad_batch, saved = find_saved(args.folder)
     brain = restore.build(restore.read_run(bad_batch.parent.parent), args.device, precision=saved["precision"])
     if brain.checkpointer.list_checkpoints():  # overwritten by the bad batch's weights, if they were saved
-        restore.take_weights(brain, restore.LAST)
+        restore.take_weights(brain, ChosenWeights(LAST))
     print(replay(brain, bad_batch))
     return 0

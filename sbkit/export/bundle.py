@@ -25,8 +25,8 @@ from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.source import Trained
 from sbkit.runs.keys import Bundles
-from sbkit.runs.restore import BEST
 from sbkit.score.report import model_card
+from sbkit.score.weights import BEST_CHECKPOINT, ChosenWeights
 from sbkit.system.console import atomic_write, progress
 from sbkit.system.environment import onnxruntimes, version_of
 
@@ -42,7 +42,7 @@ class ExportRequest:
     run : the output folder of a training
     to, force, keep_previous : the bundle's folder, whether it replaces an existing one, and whether that is kept
         beside it
-    checkpoint, average, mean, accept_worse : which weights, as ``source.open_run`` takes them
+    weights, accept_worse : which weights, as ``source.open_run`` takes them
     formats : which of the task's formats to write; None: all that pass the comparison. int8 is made from onnx
     tolerance : largest allowed difference from the checkpoint's outputs, unless the task sets a bound
     clips : number of test utterances to compare on
@@ -54,9 +54,7 @@ class ExportRequest:
 
     run: Path
     to: Path
-    checkpoint: str = BEST
-    average: int = 1
-    mean: float | None = None
+    weights: ChosenWeights = BEST_CHECKPOINT
     accept_worse: bool = False
     formats: Sequence[str] | None = None
     force: bool = False
@@ -84,7 +82,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
     if keep is not None:
         layout.FOLDER.check_replaceable(keep)
     trained = open_model() if open_model else source.open_run(
-        request.run, request.checkpoint, request.average, bundles, request.mean, request.accept_worse)
+        request.run, request.weights, bundles, request.accept_worse)
     run = request.run.resolve()
     if open_model is None and os.path.commonpath([run, to]) != to.anchor:  # else it would be a path of this machine
         trained.facts["run"] = os.path.relpath(run, to)  # improve finds it there, also when both are moved together
@@ -335,8 +333,8 @@ class _BundleWriter:
                            "the padding. Each utterance will run alone")
         request = self.request
         readme = self.exported.readme(request.to.name, config, comparison, [each.readme() for each in self.targets])
-        readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.checkpoint, request.average,
-                                      request.mean, self.trained.facts)
+        readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.weights,
+                                      self.trained.facts)
         facts = {"tolerance": tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
         text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
         (self.folder / layout.PARITY).write_text(text, encoding="utf-8")

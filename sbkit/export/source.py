@@ -17,6 +17,7 @@ from sbkit.export.exported import Exported
 from sbkit.nn import adapters
 from sbkit.runs import old_set, restore
 from sbkit.runs.keys import Bundles, TaskKeys
+from sbkit.score.weights import BEST_CHECKPOINT, ChosenWeights
 from sbkit.train.averaging import EMA
 
 logger = logging.getLogger(__name__)
@@ -33,28 +34,28 @@ class Trained:
     """Recipe, checkpoint and scores, for config.json."""
 
 
-def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, bundles: Bundles | None = None,
-             mean: float | None = None, accept_worse: bool = True) -> Trained:
+def open_run(run: str | Path, weights: ChosenWeights = BEST_CHECKPOINT, bundles: Bundles | None = None,
+             accept_worse: bool = True) -> Trained:
     """Load the model of a run for export.
 
-    checkpoint : ``best`` (by the task's metric), ``last`` or the name of a checkpoint
-    mean_of : average the weights of this many checkpoints
     bundles : opens the recogniser of a task whose model outputs audio
-    mean, accept_worse : see ``old_set.guard``
+    accept_worse : see ``old_set.guard``
     """
     recipe = restore.read_run(Path(run))
     restore.warn_unfinished(recipe)
     brain = restore.build(recipe, "cpu")
-    used = restore.take_weights(brain, checkpoint, mean_of)
-    old_test = old_set.guard(recipe, brain, (checkpoint, mean_of), mean, accept_worse)
-    averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
+    used = restore.take_weights(brain, weights)
+    old_test = old_set.guard(recipe, brain, weights, accept_worse)
+    has_moving_average = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
     best = used[0]
     meta = {key: value for key, value in best.meta.items() if key in ("epoch", brain.metric.name, "loss")}
-    facts = {
-        "experiment": recipe.keys.experiment or "", "checkpoint": Path(best.path).name,
-        "mean_of": len(used), "moving_average": averaged, **({"old_test": old_test} if old_test else {}),
-        **({"mean_with_start": mean} if mean is not None else {} if len(used) > 1 else {"valid": meta}),
-    }
+    facts = {"experiment": recipe.keys.experiment or "", **weights.facts(used), "moving_average": has_moving_average}
+    if old_test:
+        facts["old_test"] = old_test
+    if weights.share is not None:
+        facts["mean_with_start"] = weights.share
+    elif len(used) == 1:  # the validation was of these weights
+        facts["valid"] = meta
     return of_brain(brain, Path(run), facts, bundles)
 
 

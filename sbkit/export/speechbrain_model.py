@@ -26,6 +26,7 @@ from sbkit.nn.pretrained.source import Settings
 from sbkit.runs.initial import source
 from sbkit.score.metric import Metric
 from sbkit.score.run_files import RECIPE
+from sbkit.score.weights import BEST_CHECKPOINT
 
 _MARKS = ("unk_label", "bos_label", "eos_label")  # of a CTCTextEncoder
 _TYPES, _EPSILON = ("wav2vec2", "hubert", "wavlm"), 1e-5
@@ -124,7 +125,7 @@ class SpeechBrainModel:
 
     def __init__(self, name: str, folder: Path, trust_code: bool):
         try:
-            found = source.find(folder, "best", 1, Metric("WER"))
+            found = source.find(folder, BEST_CHECKPOINT, Metric("WER"))
         except SbkitError as error:  # names a recipe's key
             raise SbkitError(error.message.removeprefix("init_from: "),
                              hint="download or copy all that belongs to the model") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import data, static
+from sbkit.score.weights import average_of
 from sbkit.system.schema import SIZE
 
 _PRECISIONS = ("auto", *next(a.choices for a in RunOptions._create_parser()._actions if a.dest == "precision"))
@@ -70,21 +71,28 @@ def check_settings(root: Node, findings: Findings) -> None:
             _report(root, key, f"it is {_shown(value)}, and must be a number", findings)
         elif _too_low(key, value):
             _report_too_low(root.place_of(key), key, key, value, findings)
-    # Enough checkpoints must be kept to average, and their weights can't be averages already.
-    average = "average_checkpoints"
-    count = _number(root, known[average]) if average in known else None
-    if count is not None and count >= 2:
-        kept, for_good = _number(root, known["keep_checkpoints"]), _number(root, known["keep_every"])
-        ema = root.value.get("ema")  # it keeps a moving average, unless its decay is 0
-        absent = ema is None or static(ema) is None or static(ema) is UNKNOWN
-        given = ema.value.get("decay") if ema is not None and isinstance(ema.value, dict) else None
-        decay = static(given) if given is not None else 1
-        if not absent and isinstance(decay, (int, float)) and decay > 0:
-            _report(root, average, "ema averages weights as well", findings,
-                    f"use one of them: ema_decay: 0, or {average}: 1")
-        elif not for_good and kept is not None and kept < count:
-            _report(root, average, f"it is {count}, but keep_checkpoints is {kept}: fewer are kept", findings,
-                    f"set keep_checkpoints to {count} or more")
+    if "average_checkpoints" in known:
+        _check_average(root, known, findings)
+
+
+def _check_average(root: Node, known: Mapping[str, Declared], findings: Findings) -> None:
+    """Check that enough checkpoints are kept to average, and that their weights aren't moving averages already."""
+    key = "average_checkpoints"
+    value = _static_value(root, known[key])
+    if not isinstance(value, (int, str)) or not average_of(value).several:
+        return
+    average = average_of(value)
+    ema = root.value.get("ema")
+    switched_off = ema is None or static(ema) is None or static(ema) is UNKNOWN
+    written_decay = ema.value.get("decay") if ema is not None and isinstance(ema.value, dict) else None
+    decay = static(written_decay) if written_decay is not None else 1
+    if not switched_off and isinstance(decay, (int, float)) and decay > 0:
+        _report(root, key, "ema averages weights as well", findings, f"use one of them: ema_decay: 0, or {key}: 1")
+        return
+    kept, kept_for_good = (_static_value(root, known[name]) for name in ("keep_checkpoints", "keep_every"))
+    if isinstance(kept, int) and not kept_for_good and kept < average.count:
+        _report(root, key, f"it is {average}, but keep_checkpoints is {kept}: fewer are kept", findings,
+                f"set keep_checkpoints to {average.count} or more")
 
 
 def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
@@ -115,10 +123,10 @@ def _report_too_low(place: Place, written: str, name: str, value: object, findin
         findings.error("setting", place, written, f"it is {value}, and must be {_MINIMUM[name]} or more")
 
 
-def _number(root: Node, known: Declared) -> int | None:
-    """The value of a key that is a whole number; None if it is known only later, or already reported as wrong."""
+def _static_value(root: Node, known: Declared) -> object:
+    """The value of a key; None if it is known only later, or already reported as wrong."""
     value = static(root.value[known.name]) if known.name in root.value else known.default
-    return value if isinstance(value, int) and not known.problem(value) else None
+    return None if value is UNKNOWN or isinstance(value, Node) or known.problem(value) else value
 
 
 def _check_precision(root: Node, key: str, value: object, findings: Findings) -> None:

@@ -34,6 +34,7 @@ from sbkit.score.behaviour import SECONDS, Behaviour, silences, speeches, words_
 from sbkit.score.report import write_report
 from sbkit.score.results import Results
 from sbkit.score.run_files import CORPORA, EVALUATIONS, RESULT
+from sbkit.score.weights import BEST, BEST_CHECKPOINT, Average, ChosenWeights
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, stored_json
 from sbkit.system.environment import command, describe
@@ -64,8 +65,8 @@ class EvaluateRequest:
     on: str | None = None
     data_root: str | None = None
     split: str | None = None
-    checkpoints: Sequence[str] = ("best",)
-    average: int = 1
+    checkpoints: Sequence[str] = (BEST,)
+    average: Average = BEST_CHECKPOINT.average
     max_wer: float | None = None
     max_values: Sequence[tuple[str, float]] = ()
     min_values: Sequence[tuple[str, float]] = ()
@@ -98,6 +99,11 @@ class EvaluateRequest:
                  self.chunk),
                 *((f"{name}{value:g}", True) for name, value in numbers.items() if value is not None)]
         return "".join(f"-{word}" for word, asked in parts if asked)
+
+    @property
+    def weights(self) -> list[ChosenWeights]:
+        """The weights to score, one after the other."""
+        return [ChosenWeights(checkpoint, self.average) for checkpoint in self.checkpoints]
 
     @property
     def folder(self) -> Path:

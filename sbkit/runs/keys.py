@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sbkit.data.mixture import Mixture
 from sbkit.errors import SbkitError
 from sbkit.recipe.keys import Problem, key
+from sbkit.score.weights import AVERAGE_VALUES, BEST, ChosenWeights, average_of
 from sbkit.system.schema import COUNT, HERTZ, NAMES, SIZE
 from sbkit.train.keys import TrainKeys
 
@@ -51,7 +52,8 @@ class TaskKeys(TrainKeys):
     init_from: str | None = key("weights to start from, matched by the recipe's names: a run, a checkpoint, a bundle, "
                                 "a folder for EncoderASR, a CTC model of transformers, or a .safetensors file", None)
     init_checkpoint: str = key("which checkpoint of that run: best, last, or the name of one", "best")
-    init_average: int = key("the mean of this many of its best checkpoints instead (with last: of the newest)", 1, SIZE)
+    init_average: int | str = key("the mean of this many of its best checkpoints instead (with last: of the newest)", 1,
+                                  AVERAGE_VALUES)
     init_leave: Sequence[str] | None = key("parts to reinitialise instead of taking them", None, NAMES)
     train_logger: TrainLogger | None = key("a TrainLog of sbkit or a SpeechBrain logger: a line per epoch", None)
     augment: Augment | None = key("a sbkit.data.augment.Augment of waveforms, in the data workers", None)
@@ -66,7 +68,7 @@ class TaskKeys(TrainKeys):
     experiment: str | None = key("a name for the experiment, named in its bundle", None)
     keep_checkpoints: int = key("how many of the best checkpoints are kept beside the last", 1, SIZE)
     keep_every: int | None = key("keep the checkpoint of every nth epoch permanently; 0: none", None, COUNT)
-    average_checkpoints: int = key("test the mean of this many of the best checkpoints", 1, SIZE)
+    average_checkpoints: int | str = key("test the mean of this many of the best checkpoints", 1, AVERAGE_VALUES)
 
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()
@@ -78,6 +80,16 @@ class TaskKeys(TrainKeys):
     def rows_of_training(self, train: Manifest) -> Manifest:
         """Return what is trained on: the rows of the corpus, and those that the recipe makes."""
         return train
+
+    @property
+    def tested_weights(self) -> ChosenWeights:
+        """The weights that the run tests at its end."""
+        return ChosenWeights(BEST, average_of(self.average_checkpoints))
+
+    @property
+    def source_weights(self) -> ChosenWeights:
+        """The weights to take from ``init_from``, if that is a run."""
+        return ChosenWeights(self.init_checkpoint, average_of(self.init_average))
 
     @property
     def folder(self) -> Path:

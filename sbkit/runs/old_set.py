@@ -17,6 +17,7 @@ from sbkit.runs.replay import NEW, Replay
 from sbkit.score.old_set import OLD, OldSet
 from sbkit.score.results import Results
 from sbkit.score.run_files import OLD_SET, TESTED
+from sbkit.score.weights import ChosenWeights
 from sbkit.system.console import stored_json
 from sbkit.train.distributed import ranks
 
@@ -55,7 +56,7 @@ def compare(brain: Brain, device: torch.device) -> None:
         why = "no mean of old and new weights prevents it; a larger replay may"
         try:
             # The mean that is best on both dev sets, of saved weights: those in memory may be sharded or averaged.
-            recipe, saved = restore.load_run(folder, device, mean_of=brain.keys.average_checkpoints,
+            recipe, saved = restore.load_run(folder, device, weights=brain.keys.tested_weights,
                                              eval_precision=brain.eval_precision)
             mean, rates = initial.MeanWithSource(saved), {}
             for share in SHARES:
@@ -74,25 +75,23 @@ def compare(brain: Brain, device: torch.device) -> None:
         except SbkitError as error:  # the source may be gone by now
             why = f"no mean of old and new weights could be tried: {error.message}"
         logger.warning("After training: %s; %s", known.describe(value),
-                       known.offer(folder, brain.keys.average_checkpoints) or why)
+                       known.offer(folder, brain.keys.tested_weights) or why)
     if ranks.is_main():
         known.write(folder)
 
 
-def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None, accept_worse: bool) -> str:
+def guard(recipe: Recipe, brain: Brain, weights: ChosenWeights, accept_worse: bool) -> str:
     """Refuse weights that are worse on the old test than before the run, beyond its interval; returns the result.
 
-    brain : has the weights
-    weights : their checkpoint, and the number of checkpoints averaged
-    mean : their share in a mean with the initial weights; None: no mean
+    brain : has the weights, into which their share in a mean with the initial ones is mixed here
     accept_worse : refuse nothing
     """
     keys = recipe.keys
-    if mean is not None:
+    if weights.share is not None:
         if keys.init_from is None:
-            raise SbkitError(f"--mean {mean:g}: {keys.folder} did not start from other weights (init_from: null)",
-                             hint="leave it out")
-        initial.MeanWithSource(brain).take(mean)
+            raise SbkitError(f"--mean {weights.share:g}: {keys.folder} did not start from other weights "
+                             "(init_from: null)", hint="leave it out")
+        initial.MeanWithSource(brain).take(weights.share)
     if not isinstance(keys.corpus, Replay):
         return ""
     known = OldSet.read(keys.folder)
@@ -100,9 +99,8 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
         if known is None:
             raise SbkitError(f"the run replays its source's corpus, but lacks {OLD_SET}: the old test's result before "
                              "training is unknown", hint="--accept-worse exports it anyway")
-        as_tested = mean is None and weights == (restore.BEST, keys.average_checkpoints)
         name = f"{known.metric} {OLD}"  # in what the run's own test recorded
-        value = stored_json(keys.folder / TESTED).get(name) if as_tested else None
+        value = stored_json(keys.folder / TESTED).get(name) if weights == keys.tested_weights else None
         if value is None:
             value = _score(recipe, brain, OLD, "test").stats[known.metric]
     except SbkitError as error:
@@ -114,7 +112,7 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
     if known.is_worse(value):
         message = f"the model forgot: {message}"
         if not accept_worse:
-            raise SbkitError(message, hint=f"{known.offer(keys.folder, keys.average_checkpoints)}; ".removeprefix("; ")
+            raise SbkitError(message, hint=f"{known.offer(keys.folder, keys.tested_weights)}; ".removeprefix("; ")
                              + "--accept-worse exports it anyway")
     print(message, file=sys.stderr)
     return f"{message[0].upper()}{message[1:]}."

@@ -22,7 +22,8 @@ from sbkit.runs import earlier_recipes, pretrained
 from sbkit.runs.progress import read_progress
 from sbkit.score.metric import Metric, Order
 from sbkit.score.run_files import BUNDLE, EVALUATIONS, RECIPE, TESTED
-from sbkit.train.averaging import EMA, load_mean, weight_recoverables
+from sbkit.score.weights import BEST, BEST_CHECKPOINT, LAST, ChosenWeights
+from sbkit.train.averaging import EMA, load_average, weight_recoverables
 from sbkit.train.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
@@ -30,10 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BEST, LAST = "best", "last"
 
-
-def load_run(run: str | Path, device: str | torch.device | None = None, *, checkpoint: str = BEST, mean_of: int = 1,
+def load_run(run: str | Path, device: str | torch.device | None = None, *, weights: ChosenWeights = BEST_CHECKPOINT,
              **run_opts: Any) -> tuple[Recipe, Brain]:
     """Load the recipe and the Brain of a run, with trained weights and modules in evaluation mode.
 
@@ -41,12 +40,12 @@ def load_run(run: str | Path, device: str | torch.device | None = None, *, check
 
     run : the ``output_folder`` of a run; it may have been moved
     device : as for a run; None for this machine's accelerator if it has one, otherwise the CPU
-    checkpoint, mean_of : see ``take_weights``
+    weights : see ``take_weights``
     run_opts : run options, e.g. ``precision="bf16"``
     """
     recipe = read_run(run)
     brain = build(recipe, device, **run_opts)
-    take_weights(brain, checkpoint, mean_of)
+    take_weights(brain, weights)
     return recipe, brain
 
 
@@ -110,25 +109,24 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
     return brain
 
 
-def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list[Checkpoint]:
+def take_weights(brain: Brain, weights: ChosenWeights = BEST_CHECKPOINT) -> list[Checkpoint]:
     """Fill a Brain from its checkpoints; returns those that were used.
 
-    checkpoint : ``best`` (by the task's metric), ``last``, or the name of a checkpoint's folder, or part of it
-    mean_of : take the mean of the weights of this many of the best instead (of the newest, with ``last``)
+    weights : the initial ones, if they have a share, are not mixed in: ``MeanWithSource`` does it
     """
     checkpointer = brain.checkpointer
-    order = order_of(checkpointer, brain.metric, checkpoint)
-    if mean_of != 1:
-        if checkpoint not in (BEST, LAST):
-            raise SbkitError(f"only the best or the last checkpoints can be averaged, not {checkpoint}")
+    order = order_of(checkpointer, brain.metric, weights.checkpoint)
+    if weights.average.several:
+        if weights.by_name:
+            raise SbkitError(f"only the best or the last checkpoints can be averaged, not {weights.checkpoint}")
         if len(weight_recoverables(checkpointer)) < len(checkpointer.recoverables):  # the rest isn't averaged
             checkpointer.recover_if_possible(**order)
-        return load_mean(checkpointer, mean_of, **order)
-    if checkpoint in (BEST, LAST):
-        used = checkpointer.recover_if_possible(**order)
-    else:
-        used = find_checkpoint(checkpointer, checkpoint)
+        return load_average(checkpointer, weights.average, **order)
+    if weights.by_name:
+        used = find_checkpoint(checkpointer, weights.checkpoint)
         checkpointer.load_checkpoint(used)
+    else:
+        used = checkpointer.recover_if_possible(**order)
     for obj in checkpointer.recoverables.values():
         if isinstance(obj, EMA):
             obj.module.load_state_dict(obj.state_dict()["weights"])

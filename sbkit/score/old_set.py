@@ -10,6 +10,7 @@ from pathlib import Path
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results
 from sbkit.score.run_files import OLD_SET
+from sbkit.score.weights import ChosenWeights
 from sbkit.system.console import atomic_write
 
 OLD = "old"
@@ -63,12 +64,13 @@ class OldSet:
         return (f"{self.metric} {value:.2f} on the old test, {place} the interval that it had before this run: "
                 f"{self.before:.2f} ({low:.2f} to {high:.2f})")
 
-    def offer(self, run: Path, average: int = 1) -> str:
+    def offer(self, run: Path, weights: ChosenWeights) -> str:
         """Describe how to export the mean that restores the old score; empty if there is none.
 
-        average : how many checkpoints the new weights are the mean of
+        weights : the new ones
         """
-        several = f" --average {average}" if average > 1 else ""
-        return "" if self.share is None else (
-            f"sbkit export {run} --to BUNDLE --mean {self.share:g}{several} exports the mean of the new and the "
-            f"initial weights, with {self.metric} {self.old:.2f} on the old test and {self.new:.2f} on the new one")
+        if self.share is None:
+            return ""
+        options = weights.with_share(self.share).options()
+        return (f"sbkit export {run} --to BUNDLE{options} exports the mean of the new and the initial weights, with "
+                f"{self.metric} {self.old:.2f} on the old test and {self.new:.2f} on the new one")

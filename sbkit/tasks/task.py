@@ -45,7 +45,7 @@ from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.learning import LearningMonitor
 from sbkit.tasks.mixture_parts import ALL, MixtureParts
 from sbkit.tasks.text_tokens import TextTokens
-from sbkit.train.averaging import load_mean
+from sbkit.train.averaging import load_average
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.early_stopping import EarlyStopping
@@ -129,7 +129,7 @@ class Task(Brain):
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
         for clash in self.keys.clashes():
             raise SbkitError(clash.message, hint=clash.hint)
-        if self.trainer.average is not None and self.keys.average_checkpoints > 1:
+        if self.trainer.average is not None and self.keys.tested_weights.average.several:
             raise SbkitError("ema and average_checkpoints both average weights",
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
         for part in self.corpus_parts:
@@ -563,7 +563,7 @@ class Task(Brain):
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
         super().on_evaluate_start(max_key=max_key, min_key=min_key)
-        count = self.keys.average_checkpoints
-        if self.checkpointer is not None and count > 1:
-            used = load_mean(self.checkpointer, count, max_key=max_key, min_key=min_key)
-            logger.info("Testing the average of %d checkpoints", len(used))
+        average = self.keys.tested_weights.average
+        if self.checkpointer is not None and average.several:
+            used = load_average(self.checkpointer, average, max_key=max_key, min_key=min_key)
+            logger.info("Testing %s", average.describe(len(used)))

@@ -1,4 +1,4 @@
-"""Averages of weights: over the best checkpoints, and a moving average during training."""
+"""Averages of weights: over checkpoints, as ``sbkit/score/weights.py`` lists them, and a moving one during training."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from speechbrain.utils.checkpoints import (
 
 from sbkit.errors import SbkitError
 from sbkit.nn.device_numbers import DeviceNumbers
+from sbkit.score.weights import Average
 from sbkit.train.checkpoint.files import damage
 from sbkit.train.checkpoint.state import TENSORS, differences, load_file
 from sbkit.train.distributed import sharding
@@ -26,62 +27,60 @@ from sbkit.train.distributed import sharding
 logger = logging.getLogger(__name__)
 
 
-def average(
-    checkpointer: stock.Checkpointer, recoverable: str, n: int, min_key: str | None = None,
+def averaged_state(
+    checkpointer: stock.Checkpointer, recoverable: str, average: Average, min_key: str | None = None,
     max_key: str | None = None,
 ) -> tuple[dict[str, Any], list[Checkpoint]]:
-    """Average the state of a recoverable over the ``n`` best checkpoints (without a key, the newest).
+    """Average the state of a recoverable over the best checkpoints (without a key, the newest).
 
-    Damaged checkpoints are skipped; if fewer than ``n`` are left, all of them are used. Sums are kept in fp64. Values
-    that are not floating point (counters, masks) are those of the best checkpoint.
+    Damaged checkpoints are skipped; if fewer are left than the average is of, all of them are used. Values that are not
+    floating point (counters, masks) are those of the best checkpoint.
 
     Returns the state dict and the checkpoints in it, the best first.
 
-    >>> state, used = average(checkpointer, "model", 10, min_key="WER")
-    >>> model.load_state_dict(state)
+    >>> state, used = averaged_state(checkpointer, "model", Mean(10), min_key="WER")  # doctest: +SKIP
+    >>> model.load_state_dict(state)  # doctest: +SKIP
     """
-    if n < 1:
-        raise SbkitError(f"can't average {n} checkpoints", hint="ask for 1 or more")
-    mean: dict[str, Any] = {}
     used: list[Checkpoint] = []
+    states: list[Mapping[str, Any]] = []
     for ckpt in checkpointer.find_checkpoints(min_key=min_key, max_key=max_key):
-        if len(used) == n:
+        if len(used) == average.count:
             break
         path = ckpt.paramfiles.get(recoverable)
         reason = damage(Path(ckpt.path)) if path is not None else f"it has no state for {recoverable!r}"
         if reason is not None:
             logger.warning("Leaving %s out of the average: %s", ckpt.path, reason)
             continue
-        state = weights_in(hook_on_loading_state_dict_checkpoint(load_file(path)))
-        if not used:
-            mean = {key: value.to(torch.float64, copy=True) if _is_float(value) else value
-                    for key, value in state.items()}
-            like = state
-        else:
-            unlike = differences(like, state)
-            if unlike:
-                raise SbkitError(f"{path} can't be averaged with {used[0].path}: {unlike}",
-                                 hint="are there checkpoints of two models in one folder?")
-            for key, value in state.items():
-                if _is_float(value):
-                    mean[key] += value
+        # Lazily: of all checkpoints only one tensor at a time has to be in memory.
+        state = weights_in(hook_on_loading_state_dict_checkpoint(load_file(path, lazily=True)))
+        unlike = differences(states[0], state) if states else ""
+        if unlike:
+            raise SbkitError(f"{path} can't be averaged with {used[0].path}: {unlike}",
+                             hint="are there checkpoints of two models in one folder?")
         used.append(ckpt)
+        states.append(state)
     if not used:
         raise SbkitError(f"no checkpoint in {checkpointer.checkpoints_dir} holds {recoverable!r} to average")
-    if len(used) < n:
-        logger.warning("Averaging %d of %d requested checkpoints: there are no more to choose from", len(used), n)
-    for key, value in mean.items():
-        if _is_float(like[key]):
-            mean[key] = (value / len(used)).to(like[key].dtype)
-    return mean, used
+    if len(used) < average.count:
+        logger.warning("Averaging %d of %d requested checkpoints: there are no more to choose from", len(used),
+                       average.count)
+
+    combined: dict[str, Any] = {}
+    for name, best in states[0].items():
+        if _is_float(best):
+            tensors = [state[name] for state in states]
+            combined[name] = average.combine(tensors, used).to(best.dtype)
+        else:
+            combined[name] = best.clone() if isinstance(best, torch.Tensor) else best
+    return combined, used
 
 
-def load_mean(
-    checkpointer: stock.Checkpointer, n: int, min_key: str | None = None, max_key: str | None = None,
+def load_average(
+    checkpointer: stock.Checkpointer, average: Average, min_key: str | None = None, max_key: str | None = None,
 ) -> list[Checkpoint]:
-    """Load into each recoverable that has weights their mean over the ``n`` best checkpoints; returns those.
+    """Load into each recoverable that has weights their average over the best checkpoints; returns those.
 
-    Everything else, such as a normaliser's statistics, does not change. See ``average``.
+    Everything else, such as a normaliser's statistics, does not change. See ``averaged_state``.
     """
     weights = weight_recoverables(checkpointer)
     if not weights:
@@ -89,8 +88,8 @@ def load_mean(
                          hint="add the model to recoverables")
     used: list[Checkpoint] = []
     for name, obj in sorted(weights.items(), key=lambda item: isinstance(item[1], EMA)):  # EMA overrides its module
-        mean, used = average(checkpointer, name, n, min_key, max_key)
-        sharding.load_full_state(obj.module if isinstance(obj, EMA) else obj, mean)
+        state, used = averaged_state(checkpointer, name, average, min_key, max_key)
+        sharding.load_full_state(obj.module if isinstance(obj, EMA) else obj, state)
     return used
 
 

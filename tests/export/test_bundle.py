@@ -36,6 +36,7 @@ from sbkit.export.layout import Config
 from sbkit.export.runners import on_waveforms, open_runner
 from sbkit.infer.bundles import BundleLoader
 from sbkit.runs import restore
+from sbkit.score.weights import ChosenWeights, Mean
 from sbkit.tasks.ctc import CTC, sherpa
 from sbkit.tasks.recognise import exported as recogniser
 from sbkit.tasks.recognise.graph import OUTPUTS, reference
@@ -414,9 +415,11 @@ def test_what_cannot_be_written_is_left_out_and_a_full_disk_is_no_format_s_fault
 
 
 def test_the_last_and_the_mean_of_checkpoints(run, tmp_path):
-    assert export(ExportRequest(run, tmp_path / "last", formats=["speechbrain"], checkpoint="last", clips=2)) == 0
+    assert export(ExportRequest(run, tmp_path / "last", formats=["speechbrain"], weights=ChosenWeights("last"),
+                                clips=2)) == 0
     assert Config.read(tmp_path / "last").trained["checkpoint"] == "CKPT+within"
-    assert export(ExportRequest(run, tmp_path / "mean", formats=["speechbrain"], average=2, clips=2)) == 0
+    assert export(ExportRequest(run, tmp_path / "mean", formats=["speechbrain"],
+                                weights=ChosenWeights(average=Mean(2)), clips=2)) == 0
     assert Config.read(tmp_path / "mean").trained["mean_of"] == 2
     last, mean = (load_file(tmp_path / name / layout.WEIGHTS) for name in ("last", "mean"))
     assert last.keys() == mean.keys() and any((mean[name] - last[name]).abs().max() > 1e-3 for name in last)

@@ -13,6 +13,7 @@ from sbkit.nn.codec import FiniteScalars, ResidualVectors
 from sbkit.nn.enhance import Enhancer
 from sbkit.recipe import load
 from sbkit.runs import earlier_recipes, restore
+from sbkit.score.weights import ChosenWeights
 from sbkit.train.muon import Muon
 from sbkit.train.schedule import Schedule
 
@@ -67,7 +68,7 @@ def test_a_run_whose_recipe_has_former_names_opens_with_its_weights(tmp_path):
     assert all(f"    {former}:" in text for former in ("of", "least_steps", "unheard"))
     recipe.write_text(text + "tensorboard: true\n")
 
-    found, brain = restore.load_run(run, "cpu", checkpoint="last")
+    found, brain = restore.load_run(run, "cpu", weights=ChosenWeights("last"))
     saved = torch.load(max((run / "save").glob("CKPT*"), key=lambda path: path.stat().st_mtime_ns) / "model.ckpt",
                        weights_only=True)
     now = brain.hparams.model.state_dict()

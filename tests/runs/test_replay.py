@@ -15,6 +15,7 @@ from sbkit.errors import SbkitError
 from sbkit.runs import old_set
 from sbkit.runs.replay import NEW, problems, with_replay
 from sbkit.score.old_set import OLD, OldSet
+from sbkit.score.weights import BEST_CHECKPOINT
 
 
 @pytest.fixture
@@ -130,10 +131,10 @@ def test_other_rules_of_writing_are_refused(run):
 
 def test_weights_that_forgot_are_refused_unless_that_is_accepted(run, capsys):
     there = keys(run.parent, init_from=str(run))
-    there.corpus, there.folder, there.average_checkpoints = with_replay(there), run, 1
+    there.corpus, there.folder, there.tested_weights = with_replay(there), run, BEST_CHECKPOINT
 
     def guarded(accept_worse):
-        return old_set.guard(SimpleNamespace(keys=there), None, ("best", 1), None, accept_worse)
+        return old_set.guard(SimpleNamespace(keys=there), None, there.tested_weights, accept_worse)
 
     with pytest.raises(SbkitError, match=r"lacks old_set\.json"):
         guarded(False)

@@ -12,6 +12,7 @@ import yaml
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.runs import restore
+from sbkit.score.weights import ChosenWeights, Mean
 from sbkit.train.averaging import EMA
 
 
@@ -39,7 +40,7 @@ def same(brain, state) -> bool:
 @pytest.mark.parametrize("choice, expected", [("best", "epoch2"), ("last", "within"), ("epoch1", "epoch1"),
                                               ("save/CKPT+epoch3", "epoch3")])
 def test_each_way_of_naming_a_checkpoint_loads_that_one(run, choice, expected):
-    recipe, brain = restore.load_run(run, "cpu", checkpoint=choice)
+    recipe, brain = restore.load_run(run, "cpu", weights=ChosenWeights(choice))
     assert same(brain, saved(run, expected)) and not brain.modules.training
     assert recipe.keys.tokenizer.size == recipe.keys.output_neurons
 
@@ -64,7 +65,7 @@ def test_a_class_beside_the_recipe_of_a_run_is_found_again(moved, tmp_path, monk
 
 
 def test_the_mean_is_of_the_best_and_has_their_mean_as_weights(run):
-    _, brain = restore.load_run(run, "cpu", mean_of=2)
+    _, brain = restore.load_run(run, "cpu", weights=ChosenWeights(average=Mean(2)))
     best, second = saved(run, "epoch2"), saved(run, "epoch3")
     mean = {key: (best[key].double() + second[key].double()) / 2 for key in best if best[key].is_floating_point()}
     now = brain.hparams.model.state_dict()
@@ -92,7 +93,7 @@ def test_a_mean_has_the_statistics_of_the_best_checkpoint(moved):
     trained.checkpointer.wait()
     for checkpoint, mean, best in (("best", 4.0, 2.0), ("last", 4.0, 6.0)):
         brain = with_normaliser()
-        used = restore.take_weights(brain, checkpoint, mean_of=2)
+        used = restore.take_weights(brain, ChosenWeights(checkpoint, Mean(2)))
         assert [one.meta["WER"] for one in used] == ([40.0, 55.0] if checkpoint == "best" else [55.0, 40.0])
         norm, weight = brain.hparams.normalize, next(brain.hparams.model.parameters())
         assert torch.equal(weight.detach(), torch.full_like(weight, mean))
@@ -155,11 +156,11 @@ def test_the_folder_of_a_test_is_not_a_run(run):
 
 def test_a_name_that_fits_none_or_several_lists_what_there_is(run):
     with pytest.raises(SbkitError, match=r"no checkpoint 'nosuch' .* CKPT\+epoch1, CKPT\+epoch2"):
-        restore.load_run(run, "cpu", checkpoint="nosuch")
+        restore.load_run(run, "cpu", weights=ChosenWeights("nosuch"))
     with pytest.raises(SbkitError, match="3 checkpoints have 'epoch'"):
-        restore.load_run(run, "cpu", checkpoint="epoch")
+        restore.load_run(run, "cpu", weights=ChosenWeights("epoch"))
     with pytest.raises(SbkitError, match="only the best or the last checkpoints can be averaged"):
-        restore.load_run(run, "cpu", checkpoint="epoch1", mean_of=2)
+        restore.load_run(run, "cpu", weights=ChosenWeights("epoch1", Mean(2)))
 
 
 def test_a_run_that_still_trains_says_how_far_it_is_and_what_the_best_is_not(moved, caplog):

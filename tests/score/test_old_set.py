@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sbkit.score.metric import Metric
 from sbkit.score.old_set import OldSet
+from sbkit.score.weights import BEST_CHECKPOINT, ChosenWeights, Mean
 
 NUMBERS = st.floats(0, 100)
 
@@ -28,13 +29,14 @@ def test_what_is_no_number_is_worse():
 def test_it_is_kept_in_the_folder_and_says_what_saves_it(tmp_path):
     assert OldSet.read(tmp_path) is None
     found = OldSet("WER", True, 5.0, (4.0, 6.0))
-    assert found.offer(tmp_path) == ""
+    assert found.offer(tmp_path, BEST_CHECKPOINT) == ""
     found = OldSet("WER", True, 5.0, (4.0, 6.0), 0.5, 5.5, 20.25)
     found.write(tmp_path)
     read = OldSet.read(tmp_path)
-    assert read is not None and read.offer(tmp_path) == found.offer(tmp_path)
-    assert f"export {tmp_path} --to BUNDLE --mean 0.5" in read.offer(tmp_path) and "20.25 on" in read.offer(tmp_path)
-    assert "--mean 0.5 --average 3 exports" in read.offer(tmp_path, 3)
+    assert read is not None and read.offer(tmp_path, BEST_CHECKPOINT) == found.offer(tmp_path, BEST_CHECKPOINT)
+    offer = read.offer(tmp_path, BEST_CHECKPOINT)
+    assert f"export {tmp_path} --to BUNDLE --mean 0.5" in offer and "20.25 on" in offer
+    assert "--mean 0.5 --average 3 exports" in read.offer(tmp_path, ChosenWeights(average=Mean(3)))
     assert [read.describe(each).split(", ")[1].split(" the ")[0] for each in (6.01, 6.0, 0.1)] == \
         ["beyond", "within", "better than"]
     (tmp_path / "old_set.json").write_text("[]")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.train.averaging import EMA, average
+from sbkit.score.weights import Mean
+from sbkit.train.averaging import EMA, averaged_state
 from sbkit.train.checkpoint import Checkpointer
 
 
@@ -29,7 +30,7 @@ def saved(folder, wers, dtype=torch.float32):
 
 def test_mean_of_the_best(tmp_path):
     ckpt, states = saved(tmp_path, [5.0, 1.0, 4.0, 2.0, 3.0])
-    mean, used = average(ckpt, "model", 3, min_key="WER")
+    mean, used = averaged_state(ckpt, "model", Mean(3), min_key="WER")
     assert [c.meta["WER"] for c in used] == [1.0, 2.0, 3.0]
     for name in ("0.weight", "0.bias", "1.weight"):
         expected = torch.stack([states[wer][name] for wer in (1.0, 2.0, 3.0)]).double().mean(0)
@@ -41,7 +42,7 @@ def test_mean_of_the_best(tmp_path):
 
 def test_half_precision_is_summed_in_full(tmp_path):
     ckpt, states = saved(tmp_path, [float(i) for i in range(9)], torch.bfloat16)
-    mean, _ = average(ckpt, "model", 9, max_key="WER")
+    mean, _ = averaged_state(ckpt, "model", Mean(9), max_key="WER")
     expected = torch.stack([state["0.weight"] for state in states.values()]).double().mean(0).bfloat16()
     assert mean["0.weight"].dtype == torch.bfloat16 and torch.equal(mean["0.weight"], expected)
 
@@ -52,7 +53,7 @@ def test_damaged_checkpoints_are_replaced_by_the_next_best(tmp_path, caplog):
     path.write_bytes(path.read_bytes()[:-1])
     for asked in (2, 3):
         assert "Averaging" not in caplog.text
-        _, used = average(ckpt, "model", asked, min_key="WER")
+        _, used = averaged_state(ckpt, "model", Mean(asked), min_key="WER")
         assert [c.meta["WER"] for c in used] == [2.0, 3.0] and "Leaving" in caplog.text
     assert "Averaging 2 of 3 requested checkpoints" in caplog.text
 
@@ -60,14 +61,14 @@ def test_damaged_checkpoints_are_replaced_by_the_next_best(tmp_path, caplog):
 def test_checkpoints_that_cannot_be_averaged_are_an_error(tmp_path):
     ckpt, _ = saved(tmp_path, [1.0])
     with pytest.raises(SbkitError, match="has 'PER'"):
-        average(ckpt, "model", 1, min_key="PER")
+        averaged_state(ckpt, "model", Mean(1), min_key="PER")
     with pytest.raises(SbkitError, match="holds 'lm' to average"):
-        average(ckpt, "lm", 1)
+        averaged_state(ckpt, "lm", Mean(1))
     with pytest.raises(SbkitError, match="average 0 checkpoints"):
-        average(ckpt, "model", 0)
+        Mean(0)
     Checkpointer(tmp_path, {"model": model(width=4)}).save_checkpoint(meta={"WER": 2.0})
     with pytest.raises(SbkitError, match=r"can't be averaged with .*0.weight: 3x2 saved, 4x2 here"):
-        average(ckpt, "model", 2)
+        averaged_state(ckpt, "model", Mean(2))
 
 
 def walk(net, ema, steps):
@@ -156,7 +157,7 @@ def test_averages_can_be_averaged_and_loaded_into_the_model(tmp_path):
     ckpt = Checkpointer(tmp_path, {"ema": ema})
     ckpt.save_checkpoint()
     ckpt.save_checkpoint()
-    net.load_state_dict(average(ckpt, "ema", 2)[0], strict=True)
+    net.load_state_dict(averaged_state(ckpt, "ema", Mean(2))[0], strict=True)
 
 
 def test_an_average_of_another_model_is_an_error(tmp_path):

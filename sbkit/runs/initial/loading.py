@@ -43,7 +43,7 @@ def source_of(keys: TaskKeys) -> WeightSource | None:
     """The source that a recipe names for its run's initial weights."""
     if keys.init_from is None:
         return None
-    return find(keys.init_from, keys.init_checkpoint, keys.init_average, keys.brain.metric)
+    return find(keys.init_from, keys.source_weights, keys.brain.metric)
 
 
 def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
@@ -125,7 +125,7 @@ def load(brain: Task) -> None:
 
 
 class MeanWithSource:
-    """Averages a trained Brain's weights with its initial ones.
+    """The mean of a trained Brain's weights and its initial ones, with a share of each.
 
     Tensors that the source lacks, such as rows of new tokens, stay as trained; adapters that it lacks are scaled by the
     share.

@@ -16,6 +16,7 @@ from sbkit.runs.initial import source
 from sbkit.runs.initial.source import TokenRows, WeightSource
 from sbkit.score.metric import Metric
 from sbkit.score.run_files import RECIPE
+from sbkit.score.weights import ChosenWeights
 
 #: The names in recipes such as hparams/finetune.yaml of a model's encoder and head.
 _KEYS = {"encoder": "encoder.network", "head": "ctc_lin"}
@@ -81,10 +82,10 @@ def recipe_folder(name: str) -> Path | None:
     return recipe.parent
 
 
-def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:
+def find(path: str | Path, weights: ChosenWeights, metric: Metric) -> WeightSource:
     """Find the source at a path or a repository of the Hugging Face Hub; arguments as in ``source.find``."""
     folder = recipe_folder(str(path))
     if folder is None and names_model(str(path)):
-        source.refuse_choice(Path(path), checkpoint, mean_of)
+        source.refuse_choice(Path(path), weights)
         return PublishedSource.of(str(path))
-    return source.find(folder or path, checkpoint, mean_of, metric)
+    return source.find(folder or path, weights, metric)

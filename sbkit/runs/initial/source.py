@@ -30,8 +30,9 @@ from sbkit.runs.initial.files import (
 from sbkit.runs.initial.names import SavedNames, encoders, wrapped
 from sbkit.score.metric import Metric, Order
 from sbkit.score.run_files import RECIPE
+from sbkit.score.weights import BEST_CHECKPOINT, LAST, Average, ChosenWeights, Mean
 from sbkit.system import untrusted
-from sbkit.train.averaging import average, weights_in
+from sbkit.train.averaging import averaged_state, weights_in
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import BASE, base_file, read_base
 from sbkit.train.checkpoint.files import damage
@@ -98,9 +99,9 @@ class WeightSource:
     names: SavedNames | None = None
     """Names of tensors in that recipe, if it is known."""
     checkpointer: Checkpointer | None = None
-    mean_of: int = 1
+    average: Average = field(default_factory=Mean)
     order: Order = field(default_factory=Order)
-    """With a checkpointer: how many checkpoints are averaged, and their ranking."""
+    """With a checkpointer: the average of its checkpoints that is taken, and their ranking."""
     run: Path | None = None
     """With a checkpointer: the run's folder."""
     tokenizer: Path | None = None
@@ -152,9 +153,9 @@ class WeightSource:
             self.no_tensors[name] = _OTHER
             return {}
         state = plain_state(path, lazily=shapes) or {}  # files without tensors have no weights
-        if state and self.mean_of > 1 and not shapes and set(state) != STATISTICS:
-            state, used = average(self.checkpointer, name, self.mean_of, **self.order)
-            self.description = self.describe_mean(self.mean_of, len(used))
+        if state and self.average.several and not shapes and set(state) != STATISTICS:
+            state, used = averaged_state(self.checkpointer, name, self.average, **self.order)
+            self.description = self.describe_average(len(used))
         return state
 
     def _named(self, name: str, state: Mapping[str, Any], shapes: bool) -> dict[str, torch.Tensor]:
@@ -173,10 +174,10 @@ class WeightSource:
             found |= self.names.named_base(name, (tensors_in(path) or {}) if shapes else read_base(path, hashed))
         return found
 
-    def describe_mean(self, asked: int, count: int) -> str:
-        """Describe the mean of a run's checkpoints, which are all of them if it has fewer than requested."""
-        few = f" instead of {asked}: there are no more" if count < asked else ""
-        return f"the run {self.run} (the mean of {count} checkpoint{'s' if count > 1 else ''}{few})"
+    def describe_average(self, count: int) -> str:
+        """Describe the average of a run's checkpoints, of which there may be fewer than requested."""
+        few = f" instead of {self.average.count}: there are no more" if count < self.average.count else ""
+        return f"the run {self.run} ({self.average.describe(count)}{few})"
 
     @property
     def has_tokenizer(self) -> bool:
@@ -224,10 +225,10 @@ class WeightSource:
         return found._replace(roles=found.roles | self.roles)
 
 
-def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:
+def find(path: str | Path, weights: ChosenWeights, metric: Metric) -> WeightSource:
     """Find the source at a path, without reading weights.
 
-    checkpoint, mean_of : as in ``restore.take_weights``, for a run
+    weights : of a run
     metric : chooses the best checkpoint
     """
     path = Path(path).expanduser()
@@ -235,8 +236,8 @@ def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Wei
         raise SbkitError(f"init_from: {path} doesn't exist", hint=f"name {KINDS}")
     run = _run_of(path)
     if run is not None:
-        return _of_run(run, checkpoint, mean_of, metric)
-    refuse_choice(path, checkpoint, mean_of)
+        return _of_run(run, weights, metric)
+    refuse_choice(path, weights)
     if path.is_file():
         description, folder = f"the file {path}", path.absolute().parent
         container = None  # the checkpoint, bundle or folder that it belongs to
@@ -275,10 +276,11 @@ def _run_of(path: Path) -> Path | None:
     return path.parent if any(path.glob("CKPT+*")) and (path.parent / RECIPE).is_file() else None
 
 
-def refuse_choice(path: Path, checkpoint: str, mean_of: int) -> None:
+def refuse_choice(path: Path, weights: ChosenWeights) -> None:
     """Refuse to choose checkpoints if the source is no run."""
-    for key, asked, default in (("init_average", mean_of, 1), ("init_checkpoint", checkpoint, restore.BEST)):
-        if asked != default:
+    for key, asked, by_default in (("init_average", weights.average, BEST_CHECKPOINT.average),
+                                   ("init_checkpoint", weights.checkpoint, BEST_CHECKPOINT.checkpoint)):
+        if asked != by_default:
             raise SbkitError(f"{key}: {asked} selects a run's checkpoints, but init_from is {path}, which is no run",
                              hint=f"name the folder of the run, or leave {key} out")
 
@@ -295,22 +297,25 @@ def _config(folder: Path) -> dict[str, Any]:
 # ------------------------------------------------------------ a run
 
 
-def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:
+def _of_run(run: Path, weights: ChosenWeights, metric: Metric) -> WeightSource:
     tree = restore.moved_recipe(run / RECIPE, run)
     folder = Path(str(tree.at("checkpointer", "checkpoints_dir") or run / "save"))
     if not folder.is_dir():
         raise SbkitError(f"init_from: the run {run} has no checkpoint", hint="has it saved one yet?")
     checkpointer = Checkpointer(str(folder))
-    order = restore.order_of(checkpointer, metric, checkpoint, requested=f"init_checkpoint: {restore.LAST}")
-    if mean_of == 1:
-        chosen = _chosen(checkpointer, checkpoint, order)
+    order = restore.order_of(checkpointer, metric, weights.checkpoint, requested=f"init_checkpoint: {LAST}")
+    if weights.by_name and weights.average.several:
+        raise SbkitError(f"init_average averages the best or the last checkpoints, not {weights.checkpoint}")
+    chosen = _chosen(checkpointer, weights, order)
+    if not weights.average.several:
         score = "".join(f", {name} {value:.4g}" for name, value in chosen.meta.items() if name == metric.name)
         return _saved(f"the run {run} ({Path(chosen.path).name}{score})", chosen, tree, checkpointer)
-    if checkpoint not in (restore.BEST, restore.LAST):
-        raise SbkitError(f"init_average averages the best or the last checkpoints, not {checkpoint}")
-    source = _saved("", _chosen(checkpointer, checkpoint, order), tree, checkpointer)
-    source.mean_of, source.order, source.run = mean_of, order, run
-    source.description = source.describe_mean(mean_of, min(mean_of, len(checkpointer.find_checkpoints(**order))))
+    source = _saved("", chosen, tree, checkpointer)
+    source.average = weights.average
+    source.order = order
+    source.run = run
+    available = len(checkpointer.find_checkpoints(**order))
+    source.description = source.describe_average(min(weights.average.count, available))
     return source
 
 
@@ -318,7 +323,7 @@ def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
     """A checkpoint of a run, if the run's recipe is found; otherwise the tensors in its files."""
     run = next((above for above in list(path.absolute().parents)[:2] if (above / RECIPE).is_file()), None)
     if run is not None:
-        return _of_run(run, path.absolute().name, 1, metric)
+        return _of_run(run, ChosenWeights(path.absolute().name), metric)
     _refuse_damaged(path)
     files = {file.name.removesuffix(PARAMFILE_EXT): file for file in sorted(path.glob(f"*{PARAMFILE_EXT}"))
              if file.is_file()}  # a pipe would be waited for
@@ -328,9 +333,10 @@ def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
     return WeightSource(f"the checkpoint {path}", files)
 
 
-def _chosen(checkpointer: Checkpointer, checkpoint: str, order: Order) -> Checkpoint:
-    if checkpoint not in (restore.BEST, restore.LAST):
-        found = restore.find_checkpoint(checkpointer, checkpoint)
+def _chosen(checkpointer: Checkpointer, weights: ChosenWeights, order: Order) -> Checkpoint:
+    """The checkpoint, or the first of those that are averaged."""
+    if weights.by_name:
+        found = restore.find_checkpoint(checkpointer, weights.checkpoint)
         _refuse_damaged(Path(found.path))
         return found
     reasons = []

@@ -37,6 +37,7 @@ from sbkit.score.run_files import (
     UTTERANCES,
 )
 from sbkit.score.utterances import ScoredUtterance
+from sbkit.score.weights import AVERAGE_VALUES, BEST_CHECKPOINT, ChosenWeights, average_of
 from sbkit.system import untrusted
 
 _MAX_BYTES = 1 << 30  # of a file of a run
@@ -167,6 +168,12 @@ class RunData:
     def key(self, name: str) -> str:
         """The value of a recipe's key as text; empty if it has none."""
         return plain_values(self.recipe).get(name, "")
+
+    @property
+    def tested_weights(self) -> ChosenWeights:
+        """The weights that the run's own test scored."""
+        value = self.key("average_checkpoints")
+        return ChosenWeights(average=average_of(value)) if value in AVERAGE_VALUES else BEST_CHECKPOINT
 
     @cached_property
     def old_test(self) -> tuple[OldSet, float] | None:

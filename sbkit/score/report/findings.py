@@ -102,8 +102,7 @@ def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFin
     known, value = run.old_test or (None, math.nan)
     forgot = known is not None and known.is_worse(value)  # worse on the old test than before this run
     if known is not None and forgot:
-        average = run.key("average_checkpoints")
-        offer = known.offer(run.run, int(average) if average.isdecimal() else 1)
+        offer = known.offer(run.run, run.tested_weights)
         found.append(RunFinding(
             math.inf, "The model forgot what it had learnt before",
             f"{known.describe(value)}. A larger replay may help" + (f"; {offer}." if offer else "."), "curves"))

@@ -22,6 +22,7 @@ from sbkit.score.report import data
 from sbkit.score.report.data import RunData
 from sbkit.score.run_files import EVALUATIONS, MANIFESTS, REPORT, RESULT
 from sbkit.score.significance import interval
+from sbkit.score.weights import BEST_CHECKPOINT, ChosenWeights
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write, time_span
 
@@ -52,13 +53,12 @@ def of_run(run: RunData) -> str:
     return "\n\n".join([_front(run), *shown, *_sections(run, _figures(run), old_test)]) + "\n"
 
 
-def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpoint: str = "best",
-              mean_of: int = 1, mean: float | None = None, facts: Mapping[str, Any] = MappingProxyType({})) -> str:
+def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None,
+              weights: ChosenWeights = BEST_CHECKPOINT, facts: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Complete a bundle's README with facts from its run's folder, and with figures of the bundle's own weights only.
 
     pipeline_tag : the Hub's name of its task, if it has one
-    checkpoint, mean_of : the exported checkpoint, and the number of checkpoints that were averaged
-    mean : the share of these weights in a mean with the initial ones; None: they are exported alone
+    weights : those that are exported
     facts : the name of that checkpoint, the number of checkpoints there were, and the result on the old test
     """
     try:
@@ -68,28 +68,23 @@ def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpo
         return readme
     for each in run.warnings:
         logger.warning("The training of %s ended with a warning: %s; %s says more", folder, each["headline"], REPORT)
-    tested = int(run.key("average_checkpoints") or 1)
     figures, remark = _figures(run), ""
-    if figures and (checkpoint, mean_of, mean) != ("best", tested, None):
-        remark = (f"The run tested {_checkpoints('best', tested)}, and this bundle has "
-                  f"{_checkpoints(checkpoint, mean_of, mean)}")
-        figures, how = _own_figures(run, checkpoint, mean_of, mean, tested, facts)
-        remark += f"{how}."
+    if figures and weights != run.tested_weights:
+        figures, how = _own_figures(run, weights, facts)
+        remark = f"The run tested {run.tested_weights.describe()}, and this bundle has {weights.describe()}{how}."
     sections = _sections(run, figures, remark, facts.get("old_test", ""))
     return "\n\n".join([_front(run, pipeline_tag), readme.rstrip(), *sections]) + "\n"
 
 
-def _own_figures(run: RunData, checkpoint: str, mean_of: int, mean: float | None, tested: int,
-                 facts: Mapping[str, Any]) -> tuple[str, str]:
+def _own_figures(run: RunData, weights: ChosenWeights, facts: Mapping[str, Any]) -> tuple[str, str]:
     """The table of figures of weights that the run didn't test, empty if unknown, and a remark on their origin."""
     known = OldSet.read(run.folder)
-    if mean is not None:
-        if known is None or (checkpoint, mean_of, mean) != ("best", tested, known.share):
+    if weights.share is not None:
+        if known is None or weights != run.tested_weights.with_share(known.share):
             return "", f", whose figures{' on the new test' if known else ''} are not recorded"
         return _table(("test", "figure"), [(f"{known.metric} {part}", f"{value:.2f}") for part, value in (
             (OLD, known.old), ("new", known.new))]), ", which it tested too: these are its figures"
-    label = (checkpoint if checkpoint in ("best", "last") else str(facts.get("checkpoint"))) + (
-        f"-mean-of-{facts.get('mean_of')}" if mean_of > 1 else "")
+    label = weights.label_from(facts)
     for path in sorted(run.folder.glob(f"{EVALUATIONS}/*/{RESULT}")):
         try:
             result = untrusted.read_json(path, _MAX_BYTES)
@@ -98,14 +93,8 @@ def _own_figures(run: RunData, checkpoint: str, mean_of: int, mean: float | None
                 return _figures(data.read(path.parent)), ", which `sbkit evaluate` tested: these are its figures"
         except (SbkitError, OSError, ValueError, LookupError, TypeError, AttributeError):  # damaged, or old
             logger.warning("The bundle's model card leaves out %s, which can't be read", path)
-    words = "RUN" + f" --checkpoint {checkpoint}" * (checkpoint != "best") + f" --average {mean_of}" * (mean_of > 1)
-    return "", (f", whose figures are not recorded: `sbkit evaluate {words}` measures them, and the next export shows "
-                "them")
-
-
-def _checkpoints(chosen: str, mean_of: int, mean: float | None = None) -> str:
-    name = f"the checkpoint `{chosen}`" if mean_of == 1 else f"the mean of {mean_of} checkpoints (`{chosen}`)"
-    return name if mean is None else f"{mean:g} of {name} and {1 - mean:g} of the initial weights"
+    command = f"sbkit evaluate RUN{weights.options()}"
+    return "", f", whose figures are not recorded: `{command}` measures them, and the next export shows them"
 
 
 def _front(run: RunData, pipeline_tag: str | None = None) -> str:

@@ -14,6 +14,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn import adapters
 from sbkit.runs import initial
 from sbkit.runs.restore import load_run
+from sbkit.score.weights import ChosenWeights, Mean
 
 OVERLAY = """
 recipe: !include:{recipe}
@@ -90,7 +91,8 @@ def test_the_mean_of_several(run, english, tmp_path, caplog, rank):
     lora = {} if rank is None else {"recipe": overlay(tmp_path, rank)}
     brain, _, told = started(tmp_path / "new", english, caplog, init_from=str(run), init_average=2, **lora)
     adapters.merge(brain.modules)
-    assert same(state(brain), merged(run, mean_of=2)) and "the mean of 2 checkpoints" in told
+    assert same(state(brain), merged(run, weights=ChosenWeights(average=Mean(2))))
+    assert "the mean of 2 checkpoints" in told
 
 
 @pytest.mark.slow

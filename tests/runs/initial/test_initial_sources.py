@@ -22,6 +22,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.runs import initial
 from sbkit.runs.restore import load_run, read_run
+from sbkit.score.weights import ChosenWeights, Mean
 from sbkit.train.checkpoint.adapted import hash_of
 from sbkit.train.distributed import ranks
 
@@ -112,7 +113,7 @@ def test_moving_averages_and_their_mean_take_the_place_of_the_weights(english, t
         _, after, _ = begun(tmp_path, english, caplog, init_from=str(source))
         assert torch.equal(after["model.3.w.bias"], torch.load(alone, weights_only=True)["weights"]["3.w.bias"])
     _, after, _ = begun(tmp_path, english, caplog, init_from=str(averaged), init_average=2)
-    _, brain = load_run(averaged, "cpu", mean_of=2)
+    _, brain = load_run(averaged, "cpu", weights=ChosenWeights(average=Mean(2)))
     assert all(torch.equal(value, after[name]) for name, value in state(brain).items())
     own = [torch.load(path, weights_only=True)["3.w.bias"] for path in averaged.glob("save/*epoch*/model.ckpt")]
     assert torch.allclose(after["model.3.w.bias"], (own[0] + own[1]) / 2 + 1.5)

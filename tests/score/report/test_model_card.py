@@ -14,6 +14,7 @@ from sbkit.score import utterances
 from sbkit.score.old_set import OldSet
 from sbkit.score.report import model_card, write_report
 from sbkit.score.report.data import ScoredRun, read
+from sbkit.score.weights import ChosenWeights, Mean
 
 
 def front(text):
@@ -186,16 +187,16 @@ def test_a_run_that_is_gone_is_no_name_on_the_hub(run, tmp_path, monkeypatch):
 
 def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
     set_keys(run, average_checkpoints=3)
-    card = model_card.of_bundle("# words\n", run, None, "best", 3)
+    card = model_card.of_bundle("# words\n", run, None, ChosenWeights(average=Mean(3)))
     assert "this bundle has" not in card and "| WER | " in card
     tested = "The run tested the mean of 3 checkpoints (`best`), and this bundle has "
-    for given, has in ((("last", 1), "the checkpoint `last`, whose figures are not recorded: `sbkit evaluate RUN "
+    for given, has in ((("last", Mean(1)), "the checkpoint `last`, whose figures are not recorded: `sbkit evaluate RUN "
                                      "--checkpoint last` measures them, and the next export shows them."),
-                       (("best", 2), "the mean of 2 checkpoints (`best`), whose figures are not recorded: `sbkit "
+                       (("best", Mean(2)), "the mean of 2 checkpoints (`best`), whose figures are not recorded: `sbkit "
                                      "evaluate RUN --average 2` measures them, and the next export shows them."),
-                       (("best", 3, 0.25), "0.25 of the mean of 3 checkpoints (`best`) and 0.75 of the initial "
+                       (("best", Mean(3), 0.25), "0.25 of the mean of 3 checkpoints (`best`) and 0.75 of the initial "
                                            "weights, whose figures are not recorded.")):
-        card = model_card.of_bundle("# words\n", run, None, *given)
+        card = model_card.of_bundle("# words\n", run, None, ChosenWeights(*given))
         assert f"{tested}{has}" in card and "| WER | " not in card, "the figures of other weights"
 
 
@@ -211,7 +212,7 @@ def test_a_bundle_of_other_weights_has_their_own_figures_where_they_were_measure
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").write_text(json.dumps(made | other))
         utterances.write(folder / "utterances.jsonl", own)
-        return model_card.of_bundle("# words\n", run, None, "best", average, mean, facts)
+        return model_card.of_bundle("# words\n", run, None, ChosenWeights("best", Mean(average), mean), facts)
 
     row = f"| WER | {ScoredRun(own).words.rate:.2f} % |"
     assert row in figures() and "which `sbkit evaluate` tested: these are its figures." in figures()

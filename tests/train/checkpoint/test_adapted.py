@@ -6,7 +6,8 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.nn.adapters import LoRA
-from sbkit.train.averaging import EMA, average
+from sbkit.score.weights import Mean
+from sbkit.train.averaging import EMA, averaged_state
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted, base_file
 
@@ -57,7 +58,7 @@ def test_checkpoints_are_averaged_and_followed_by_a_moving_one(tmp_path):
         ema.update()
         seen.append(model[1].weight.detach().clone())
         shelf.save_checkpoint()
-    mean, used = average(shelf, "model", 2)
+    mean, used = averaged_state(shelf, "model", Mean(2))
     trained.load_state_dict(mean)
     assert len(used) == 2
     torch.testing.assert_close(model[1].weight, (seen[0] + seen[1]) / 2)

@@ -11,8 +11,9 @@ from toys import SIZE, ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest,
 
 from sbkit.errors import SbkitError
 from sbkit.runs import restore
+from sbkit.score.weights import ChosenWeights, Mean
 from sbkit.tasks.task import Task
-from sbkit.train.averaging import average
+from sbkit.train.averaging import averaged_state
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks, sharding
 
@@ -127,9 +128,9 @@ def score_the_mean(options, folder, card=False):
     toy.fit(range(1, 4), ToyTrainLoader(2, 6, *place, 2), ToyEvalLoader(9, *place))
     toy.checkpointer.wait()
     loss = toy.evaluate(ToyEvalLoader(9, *place), min_key="WER")
-    expected, used = average(toy.checkpointer, "model", 2, min_key="WER")
+    expected, used = averaged_state(toy.checkpointer, "model", Mean(2), min_key="WER")
     afterwards = brain(Averaged, modules=(model := modules()), checkpointer=Checkpointer(folder, {"model": model}))
-    assert restore.take_weights(afterwards, restore.BEST, 2) == used  # as `sbkit evaluate --average 2`
+    assert restore.take_weights(afterwards, ChosenWeights(average=Mean(2))) == used  # as `sbkit evaluate --average 2`
     return loss, toy.tested, expected, state(afterwards)
 
 
