@@ -30,7 +30,7 @@ RECIPE_HELP = """usage: sbkit {command} RECIPE.yaml [--key value ...]
 
 Any key of the YAML can be overridden: --d_model 256 --number_of_epochs 3 --data_folder /data/cv/fr
 SpeechBrain's run options work too: --device --precision --debug --test_only --noprogressbar
---ckpt_interval_minutes --grad_accumulation_factor --max_grad_norm --compile --profile_training ...
+--ckpt_interval_minutes --max_grad_norm --compile --profile_training ...
 --no-check starts a run without checking its recipe.
 
 A recipe is code: what it names is imported and called, even by check. For a recipe you don't trust: check --no-run."""

@@ -87,6 +87,7 @@ These are SpeechBrain's; [its documentation](https://speechbrain.readthedocs.io/
 describes them. A recipe may have them as keys; the command line takes precedence:
 {options}.
 
+`grad_accumulation_factor` is for scripts: in a task's recipe `batching: step_seconds` is the size of an update.
 sbkit adds `precision: auto` and `eval_precision: auto` (bf16 if the device supports it, otherwise
 fp32) and `--no-check` (start without checking the recipe).
 """

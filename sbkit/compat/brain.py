@@ -132,7 +132,7 @@ class Brain(sb.core.Brain):
         self.scaler = precision.Scaler(device.type, enabled=self.precision == "fp16")
         self.compiled = False
         self.utilisation: Utilisation | None = None
-        """If set before ``fit``, each epoch reports the share of the device's peak FLOPs that it used."""
+        """With it, each epoch of ``fit`` reports the share of the device's peak FLOPs that it used."""
         self.metrics_log = None if self.debug else MetricsLog.of(self.keys, vars(self.hparams))
         self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device, self.layer_roots)
         parts = ParameterGroups(self.modules, vars(self.hparams))

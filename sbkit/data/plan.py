@@ -214,7 +214,7 @@ class Plan:
         """
         self._tokens = np.zeros(len(self.durations), np.int64) if tokens is None and on else tokens
 
-    def shapes(self, world: int, min_micros: int) -> Shapes | None:
+    def shapes(self, world: int, min_micros: int = 1) -> Shapes | None:
         """The shapes of micro-batches on this many ranks; None if they aren't padded to shapes."""
         if self._tokens is None or not isinstance(self.sampler, Buckets):
             return None

@@ -33,13 +33,13 @@ _DECLARED, _RUN_OPTION = re.compile(r"^    (\w+): [^\n]+ = key\(", re.M), re.com
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
-@dataclass
+@dataclass(frozen=True)
 class CommandLine:
     """A parsed command line: a recipe, options of the run, and overrides of the recipe's keys."""
 
     path: Path
     run_opts: RunOptions
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     check: bool = True
 
 

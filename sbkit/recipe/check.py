@@ -43,7 +43,7 @@ from sbkit.recipe.files import refuse_another_run
 from sbkit.recipe.keys import COMPLETE, TaskClass
 from sbkit.recipe.reading import read, without_imports_from
 from sbkit.recipe.report import Report, Section, listed
-from sbkit.recipe.settings import check_options
+from sbkit.recipe.settings import check_accumulation, check_options
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.speed import limits_of, native_precision
 from sbkit.recipe.values import data, static
@@ -93,6 +93,8 @@ def check(
                     check_exists(named)
                 except SbkitError as error:
                     _add_missing("no-corpus", source.source or source, error, findings, starting)
+    if root is not None:
+        check_accumulation(root, run_opts, findings)
     if root is not None and not findings and not any(node.tag for node in root.walk()):
         findings.warning("missing-key", Place(str(path)), "brain", "nothing in it is built (!new:, !name:), so nothing "
                          "can be checked", COMPLETE)

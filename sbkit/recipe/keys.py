@@ -122,6 +122,9 @@ class Keys:
     128
     """
 
+    built_later: typing.ClassVar[frozenset[str]] = frozenset()
+    """Keys that ``read`` leaves out, because properties of a derived class build them (``sbkit.recipe.on_demand``)."""
+
     @classmethod
     def read(cls: type[K], hparams: Mapping[str, Any]) -> K:
         """Read the keys from ``hparams``, with defaults for those it lacks; an error names all wrong values at once."""
@@ -131,8 +134,8 @@ class Keys:
         known = cls.declared().values()
         values = {declared.name: declared.default for declared in known if not declared.needed}
         values |= {declared.name: hparams[declared.name] for declared in known if declared.name in hparams}
-        for name, value in values.items():
-            object.__setattr__(keys, name, value)
+        for name in values.keys() - cls.built_later:
+            object.__setattr__(keys, name, values[name])
         return keys
 
     @classmethod
@@ -191,6 +194,10 @@ class Keys:
         """
         return [Problem(name, f"{name} {NULL}", COMPLETE) for name, declared in cls.declared().items()
                 if declared.needed and declared.optional and name in hparams and hparams[name] is None]
+
+    def class_of(self, name: str) -> type:
+        """The class of a key's value; an object isn't built for that (``sbkit.recipe.on_demand``)."""
+        return type(getattr(self, name))
 
     def clashes(self) -> Iterator[Problem]:
         """The problems of combined keys, each of which is right by itself; for derived classes to override."""

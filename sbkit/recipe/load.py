@@ -11,14 +11,15 @@ overrides are applied in the file they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe import build, files, names, writing
 from sbkit.recipe.files import Files, written
-from sbkit.recipe.keys import COMPLETE, SCRIPT, Task, TaskClass, TaskKeys
+from sbkit.recipe.keys import COMPLETE, SCRIPT, Problem, Task, TaskClass, TaskKeys
 from sbkit.recipe.overrides import with_full_keys
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.source import Findings, Node
@@ -95,21 +96,31 @@ def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return _build(path, overrides, resolved(path, overrides))
 
 
-def open_recipe(path: Path, overrides: Mapping[str, Any], tree: Node | None = None) -> Recipe:
-    """Build a recipe for ``sbkit train`` and later commands; refuse it if a key of its task is missing or wrong.
+def open_recipe(path: Path, overrides: Mapping[str, Any]) -> Recipe:
+    """Resolve a recipe and build its objects; refuse it if a key of its task is missing or wrong."""
+    check_overrides(path, overrides)
+    return build_recipe(path, overrides, resolved(path, overrides))
 
-    tree : its resolved tree, if it has been read already
+
+def build_recipe(path: Path, overrides: Mapping[str, Any], tree: Node) -> Recipe:
+    """Build all objects of a resolved recipe; refuse it if a key of its task is missing or wrong.
+
+    path, overrides : what it was resolved from, for error messages
     """
-    if tree is None:
-        check_overrides(path, overrides)
-        tree = resolved(path, overrides)
     hparams = _build(path, overrides, tree)
     return Recipe(hparams, read_keys(hparams, path), tree)
 
 
 def _build(path: Path, overrides: Mapping[str, Any], tree: Node) -> dict[str, Any]:
-    try:
+    with building(path, overrides):
         return build.objects(tree)
+
+
+@contextlib.contextmanager
+def building(path: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Context that builds objects of a recipe: an error names its file, and the mistakes that are found in it."""
+    try:
+        yield
     except SbkitError:
         raise
     except OSError as error:
@@ -129,6 +140,17 @@ def read_keys(hparams: dict[str, Any], path: Path) -> TaskKeys:
 
     path : the recipe's file, for error messages
     """
+    declared = declaring_class(hparams, hparams, path)
+    problems = [*declared.wrong(hparams), *declared.null(hparams), *declared.misfits(hparams)]
+    refuse_problems(problems or list(declared.read(hparams).clashes()), path)
+    return declared.read(hparams)
+
+
+def declaring_class(hparams: Mapping[str, Any], there: Container[str], path: Path) -> type[TaskKeys]:
+    """The class that declares the keys of the task; an error if the recipe has no task, or lacks a key that it needs.
+
+    there : the keys that the recipe has
+    """
     task = hparams.get("brain")
     if task is None:
         raise SbkitError(f"{path} lacks brain", hint=f"{SCRIPT}; otherwise, {COMPLETE}")
@@ -136,13 +158,16 @@ def read_keys(hparams: dict[str, Any], path: Path) -> TaskKeys:
     if declared is None or not hasattr(task, "stand_in"):
         raise SbkitError(f"{path}: brain is {getattr(task, '__name__', task)!s}, which is not a task of sbkit",
                          hint="derive it from sbkit.tasks.task.Task; docs/how-to/extend.md shows how")
-    missing = [key for key in declared.needed() if key not in hparams]
+    missing = [key for key in declared.needed() if key not in there]
     if missing:
         raise SbkitError(f"{path} lacks {', '.join(missing)}", hint=COMPLETE)
-    problems = [*declared.wrong(hparams), *declared.null(hparams), *declared.misfits(hparams)]
-    problems = problems or list(declared.read(hparams).clashes())
-    if problems:
-        found = chain(path)
-        raise SbkitError("; ".join(f"{written(problem.key, found)}: {problem.message}" for problem in problems),
-                         hint="; ".join(dict.fromkeys(problem.hint for problem in problems)))
-    return declared.read(hparams)
+    return declared
+
+
+def refuse_problems(problems: Sequence[Problem], path: Path) -> None:
+    """Raise one error about all problems, if there are any, with the file of each key."""
+    if not problems:
+        return
+    found = chain(path)
+    raise SbkitError("; ".join(f"{written(problem.key, found)}: {problem.message}" for problem in problems),
+                     hint="; ".join(dict.fromkeys(problem.hint for problem in problems)))

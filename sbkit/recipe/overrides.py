@@ -35,7 +35,7 @@ NAMED_ELSEWHERE = {name: ours for ours, names in {
     "spec_augment": "fea_augment specaug", "augment": "wav_augment speed_perturb",
     "loggers": "use_tensorboard use_wandb", "epoch_counter": "early_stopping_patience patience early_stopping",
     "max_grad_norm": "grad_clip clip_grad_norm gradient_clip_val gradient_clipping max_norm",
-    "grad_accumulation_factor": "accum_grad accumulate_grad_batches gradient_accumulation gradient_accumulation_steps",
+    "batching.step_seconds": "accum_grad accumulate_grad_batches gradient_accumulation gradient_accumulation_steps",
     "schedule": "noam_annealing lr_annealing lr_ann lr_scheduler scheduler",
     "schedule.warmup": "n_warmup_steps warmup_steps",
     "init_from": "pretrained pretrained_path from_pretrained", "output_folder": "save_dir out_dir exp_dir",
@@ -50,6 +50,9 @@ REMARKS = {"batch_size": "It counts seconds of audio, not utterances",
            **dict.fromkeys("early_stopping_patience patience early_stopping".split(),
                            "It may be a !new:speechbrain.utils.epoch_loop.EpochCounterWithStopper"),
            "wav_augment": "It is a !new:sbkit.data.augment.Augment", "use_tensorboard": "It lists names: [tensorboard]",
+           **dict.fromkeys("accum_grad accumulate_grad_batches gradient_accumulation "
+                           "gradient_accumulation_steps".split(),
+                           "It is the audio of an update, over all devices and micro-batches"),
            "vocab_size": "Pieces of words, more than there are letters, need --token_type unigram"}
 NEEDLESS = {key: why for why, keys in {
     "what is prepared is found again": "skip_prep skip_prepare",
@@ -91,7 +94,7 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
         if isinstance(mapping := inner.pop(0), Mapping):
             nested += map(str, mapping)
             inner += mapping.values()
-    there = {"grad_accumulation_factor", "test_only"}
+    there = {"test_only"}
     there.update(str(name) for _, level in levels(files) for name in level.value)
     longer = [name for name in NAMED_ELSEWHERE if len(name) > 5]  # much resembles train
     similar = did_you_mean(key, [*known, *longer], 0.75) if not nested else None

@@ -32,7 +32,8 @@ NUMBERS: dict[str, Any] = {  # of these two types
 #: Why SpeechBrain's Brain refuses data_parallel_backend without a GPU, and what does the same.
 NO_DATA_PARALLEL = ("one process on several GPUs, and this machine has none",
                     "leave it out; torchrun --nproc_per_node=N starts one process per device")
-_MINIMUM = {"grad_accumulation_factor": 1, "nonfinite_patience": 0, "max_grad_norm": 0}
+ACCUMULATION = "grad_accumulation_factor"
+_MINIMUM = {ACCUMULATION: 1, "nonfinite_patience": 0, "max_grad_norm": 0}
 
 
 def check_settings(root: Node, findings: Findings) -> None:
@@ -108,6 +109,27 @@ def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
                              f"this machine has no {value}, so no run here could start", "--as 8xH100 rehearses one")
         if name == "data_parallel_backend" and value and torch.cuda.device_count() == 0:
             findings.error("setting", Place(), f"--{name}", *NO_DATA_PARALLEL)
+
+
+def check_accumulation(root: Node, run_opts: RunOptions | None, findings: Findings) -> None:
+    """Refuse ``grad_accumulation_factor`` in the recipe of a task, whose updates are given in seconds of audio.
+
+    It would be the number of micro-batches of an update on each device. Here their number follows from the size of an
+    update, which is the same on any number of devices.
+    """
+    if "brain" not in root.value:  # a script's, which trains as in SpeechBrain
+        return
+    name, place, value = ACCUMULATION, Place(), None
+    if name in getattr(run_opts, "overridden_args", ()):
+        value, written = getattr(run_opts, name), f"--{name}"
+    elif name in root.value and not root.value[name].unusable:
+        value, written, place = static(root.value[name]), name, root.place_of(name)
+    if value is None or not _is_number(name, value) or _too_low(name, value) or option_number(name, value) == 1:
+        return
+    key = "step_seconds" if "step_seconds" in root.value else "batching.step_seconds"
+    findings.error("setting", place, written, f"it is {value}, but an update of a task is given in seconds of audio, "
+                   "and the number of micro-batches follows from it",
+                   f"leave it out, and set {key}: the audio of an update, over all devices and micro-batches")
 
 
 def _too_low(name: str, value: object) -> bool:

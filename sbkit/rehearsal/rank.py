@@ -112,6 +112,7 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
         recipe = load.open_recipe(request.path, first)
         written_corpus = corpus.write(recipe, Path(job["folder"], "data"), job["world"])
         args += written_corpus["args"]
+        max_batch_seconds = recipe.keys.batching.max_batch_seconds
         if recipe.keys.batching.auto:
             from sbkit.train.memory import batch_size_search
             from sbkit.train.memory.trials import open_trial
@@ -119,14 +120,14 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
             device, request = torch.device("cuda:0"), arguments.parse(args)
             with open_trial(request, device) as trial:
                 found = batch_size_search.measure(trial, request, batch_size_search.memory_budget(None, device), True)
-                recipe.keys.batching.max_batch_seconds, how = batch_size_search.recommended(trial, found)
-            if not recipe.keys.batching.max_batch_seconds:
+                max_batch_seconds, how = batch_size_search.recommended(trial, found)
+            if not max_batch_seconds:
                 raise SbkitError(f"max_batch_seconds: auto: {how}", hint=batch_size_search.SMALLER)
-            args += ["--batching.max_batch_seconds", f"{recipe.keys.batching.max_batch_seconds:g}"]
+            args += ["--batching.max_batch_seconds", f"{max_batch_seconds:g}"]
         diary.write("figures", {"data": written_corpus["what"], "reads": written_corpus["reads"],
                                 "num_workers": recipe.keys.num_workers,
                                 "exports": recipe.task.exported is not Task.exported,
-                                "max_batch_seconds": recipe.keys.batching.max_batch_seconds})
+                                "max_batch_seconds": max_batch_seconds})
         diary.write("args", args)
     except Exception as error:
         failed = error

@@ -41,12 +41,12 @@ def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,
         if ranks.is_main():
             logger.info("Micro-batches aren't padded to few shapes: %s", reason)
         return
-    ranks_and_micros = ranks.world_size(), brain.grad_accumulation_factor
-    before = plan.padded_seconds(*ranks_and_micros)
+    world = ranks.world_size()
+    before = plan.padded_seconds(world)
     # All ranks must find the same, however an encoder counts.
     plan.pad_to_shapes(None if encoder is None else ranks.run_on_main(
         lambda: np.fromiter((len(encoder.encode(text)) for text in train.texts), np.int64, len(train))))
-    more, found = plan.padded_seconds(*ranks_and_micros) / before, plan.shapes(*ranks_and_micros)
+    more, found = plan.padded_seconds(world) / before, plan.shapes(world)
     if more > MAX_PADDED and not asked:  # a corpus of few steps, whose buckets are wide
         plan.pad_to_shapes(None, False)
     if ranks.is_main() and found is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import logging
@@ -16,9 +15,9 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
-from sbkit.recipe.load import Recipe
 from sbkit.runs import initial
 from sbkit.runs.keys import TaskKeys
+from sbkit.runs.run_config import RunConfig
 from sbkit.score.run_files import MEASURED
 from sbkit.system import helper_process
 from sbkit.system.console import atomic_write, stored_json
@@ -32,26 +31,21 @@ logger = logging.getLogger(__name__)
 KEY = "max_batch_seconds"
 
 
-def kept(keys: TaskKeys, request: CommandLine) -> float | None:
+def kept(keys: TaskKeys, command: CommandLine) -> float | None:
     """The result of an earlier start, if the run has steps by it; an error if no result can be given."""
-    if keys.batching.auto and not isinstance(request.overrides.get("batching", {}), dict):
+    if keys.batching.auto and not isinstance(command.overrides.get("batching", {}), dict):
         raise SbkitError("--batching: max_batch_seconds: auto needs arguments by name",
                          hint="give --batching.max_batch_seconds auto, and each other argument likewise")
     return None if not keys.batching.auto or initial.fresh(keys) else stored_json(keys.folder / MEASURED).get(KEY)
 
 
-def give(request: CommandLine, seconds: float) -> None:
-    """Override the recipe's value by a result."""
-    request.overrides["batching"] = given = copy.deepcopy(request.overrides.get("batching", {}))  # it may have a tag
-    given[KEY] = seconds
-
-
-def measure(recipe: Recipe, request: CommandLine, device: torch.device) -> float:
+def measure(config: RunConfig) -> float:
     """Measure what fits on every rank, keep it in the run's folder, and return it.
 
     The first rank of each kind of device measures, in a process that leaves nothing behind here. The smallest result
     counts.
     """
+    device = config.device
     together = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
     budget = batch_size_search.memory_budget(None, device) / together
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -60,10 +54,11 @@ def measure(recipe: Recipe, request: CommandLine, device: torch.device) -> float
         found = [min(found)] * len(found)
     seconds, text = math.inf, ""
     if found.index(found[ranks.rank()]) == ranks.rank():
-        own = dataclasses.replace(request, run_opts=dataclasses.replace(request.run_opts, device=str(device)))
+        options = dataclasses.replace(config.run_opts, device=str(device))
+        command = dataclasses.replace(config.whole_command, run_opts=options)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_serve, args=(theirs, own, device, found[ranks.rank()][1]))
+        process = context.Process(target=_serve, args=(theirs, command, device, found[ranks.rank()][1]))
         with helper_process.without_working_directory():
             process.start()
         theirs.close()
@@ -83,12 +78,12 @@ def measure(recipe: Recipe, request: CommandLine, device: torch.device) -> float
         ranks.raise_on_main(SbkitError(f"max_batch_seconds: auto: {text}", hint=batch_size_search.SMALLER, exit_code=1))
     if ranks.is_main():
         logger.info("max_batch_seconds: auto is %g: %s", seconds, text)
-        with atomic_write(recipe.keys.folder / MEASURED) as out:
+        with atomic_write(config.folder / MEASURED) as out:
             json.dump({KEY: seconds, "measured": text}, out)
     return seconds
 
 
-def _serve(pipe: Connection, request: CommandLine, device: torch.device, gib: float) -> None:
+def _serve(pipe: Connection, command: CommandLine, device: torch.device, gib: float) -> None:
     """Measure in a process that is no rank, and send seconds and how they were found, or an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its run ends it
     for variable in torchrun_environment(0, 1, 0):
@@ -96,7 +91,7 @@ def _serve(pipe: Connection, request: CommandLine, device: torch.device, gib: fl
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        with open_trial(request, device) as trial:
-            pipe.send(batch_size_search.recommended(trial, batch_size_search.measure(trial, request, gib)))
+        with open_trial(command, device) as trial:
+            pipe.send(batch_size_search.recommended(trial, batch_size_search.measure(trial, command, gib)))
     except SbkitError as error:
         pipe.send(SbkitError(error.message, hint=error.hint, exit_code=1))

@@ -39,16 +39,16 @@ logger = logging.getLogger(__name__)
 _NAMED = 5  # parameters that a warning lists
 
 
-def fetch(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> dict[str, str]:
-    """Fetch the needed files on one rank; every rank gets their paths by name.
-
-    filled : ids of tensors that get their values from a checkpoint or from ``init_from``
-    """
-    return ranks.run_on_main(_collect, pretrainer) if _needed(pretrainer, filled) else {}
+def fetch(pretrainer: Pretrainer | None) -> dict[str, str]:
+    """Fetch all files of a pretrainer on one rank, so that ``load`` finds them; returns their paths by name."""
+    return _collect(pretrainer) if pretrainer is not None and _needed(pretrainer, ()) else {}
 
 
 def load(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> None:
-    """Fetch and load everything except modules that are ``filled`` otherwise, as in ``fetch``."""
+    """Fetch on one rank and load on each everything except modules that are filled otherwise.
+
+    filled : ids of tensors that get their values from a checkpoint or from ``init_from``
+    """
     needed = _needed(pretrainer, filled)
     if pretrainer is None or not needed:
         return

@@ -6,7 +6,6 @@ Heavy modules are imported in functions, so that signals are handled from the st
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbkit.errors import SbkitError
@@ -16,10 +15,12 @@ from sbkit.train.distributed import ending
 
 if TYPE_CHECKING:
     import torch
+    from speechbrain.utils.run_opts import RunOptions
 
     from sbkit.recipe.arguments import CommandLine
     from sbkit.recipe.load import Recipe
-    from sbkit.runs.keys import Bundles
+    from sbkit.runs.keys import Bundles, TaskKeys
+    from sbkit.runs.run_config import RunConfig
     from sbkit.runs.start_guard import StartGuard
 
 
@@ -36,24 +37,22 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     from sbkit.train import device as devices
     from sbkit.train.signals import end_by_signals
 
-    request = arguments.parse(words)
-    if not request.check:  # the check reports these, too; loading does so again, but only after torch is imported
-        load.check_overrides(request.path, request.overrides)
-    device = devices.resolve(request.run_opts.device)
+    command = arguments.parse(words)
+    if not command.check:  # the check reports these, too; loading does so again, but only after torch is imported
+        load.check_overrides(command.path, command.overrides)
+    device = devices.resolve(command.run_opts.device)
     if device.type == "cpu":
         memory.keep_freed_memory()
     with end_by_signals():
-        _run(request, device, open_bundles())
+        _run(command, device, open_bundles())
     return 0
 
 
 def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
-    from sbkit.recipe import load
-    from sbkit.recipe.files import refuse_another_run
     from sbkit.runs import same_start, training
     from sbkit.runs.lock import RunLock
+    from sbkit.runs.run_config import RunConfig
     from sbkit.runs.start_guard import StartGuard
-    from sbkit.score.run_files import BUNDLE
     from sbkit.train.distributed import ranks
     from sbkit.train.memory import oom
 
@@ -62,64 +61,92 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
         with ranks.failing_together(), oom.oom_as_user_error(device):
             same_start.require(command)
             tree = ranks.run_on_main(training.before_run, command) if command.check else None
-            recipe = load.open_recipe(command.path, command.overrides, tree)
-            folder = Path(recipe.keys.folder)
-            refuse_another_run(recipe.keys.checkpointer.checkpoints_dir, folder)
-            if (folder / BUNDLE).is_file():
-                raise SbkitError(f"{folder} is a bundle, which a run would overwrite",
-                                 hint="choose another --output_folder")
+            config = RunConfig.of(command, device, tree)
+            keys = config.keys()
+            _refuse_foreign_folder(keys)
+            folder = keys.folder
             with disk.disk_errors_as_user_error(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
-                _train(recipe, command, device, guard, bundles)
+                _train(_decide(config, guard, bundles), guard, bundles)
     finally:
         ranks.shutdown()
 
 
-def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: StartGuard, bundles: Bundles) -> None:
-    from sbkit.recipe import load
-    from sbkit.runs import initial, largest_batch, old_set, preparation, pretrained, results, training
+def _decide(config: RunConfig, guard: StartGuard, bundles: Bundles) -> RunConfig:
+    """Prepare the corpus, and return the run with all that the corpus and the device decide.
+
+    One rank prepares, with the few objects that this takes. No rank has built a model yet.
+    """
+    from sbkit.runs import largest_batch, preparation
     from sbkit.train.distributed import ranks
 
-    if kept := ranks.run_on_main(largest_batch.kept, recipe.keys, request):
-        largest_batch.give(request, kept)
-        recipe = load.open_recipe(request.path, request.overrides)
-    folder, test_only = recipe.keys.folder, request.run_opts.test_only
-    if test_only and (request.run_opts.debug or initial.fresh(recipe.keys)):
-        raise SbkitError(f"--test_only: {recipe.keys.checkpointer.checkpoints_dir} has no checkpoint to test",
-                         hint="--debug keeps checkpoints in a temporary folder: leave it out" if request.run_opts.debug
-                         else "train first, or name the folder of a run with --output_folder")
-    if request.run_opts.debug and not (request.run_opts.debug_persistently or initial.fresh(recipe.keys)):
-        raise SbkitError(f"--debug would replace the results in {folder}", hint="name another --output_folder")
-    ranks.run_on_main(preparation.open_folder, recipe, request)
-    ranks.run_on_main(initial.open_source, recipe.keys, guard.changed())
-    # Before the corpus is prepared, so that missing files are reported at once.
-    pretrained.fetch(recipe.keys.pretrainer, _filled_elsewhere(recipe))
-    from_corpus = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, bundles)
-    # Keys that only the prepared corpus knows, such as the number of its characters, size the model, and with it what
-    # fits. The objects that prepared the corpus are dropped, and the recipe is built again, as each later start does.
-    request.overrides.update({key: value for key, value in from_corpus.items() if key in recipe.hparams})
-    if recipe.keys.batching.auto:
-        largest_batch.give(request, largest_batch.measure(recipe, request, device))
-    if from_corpus or recipe.keys.batching.auto:
-        recipe = load.open_recipe(request.path, request.overrides)
-        ranks.run_on_main(preparation.save_recipe, recipe, request)
-    if request.check:
-        ranks.run_on_main(training.before_training, recipe, request.path)
-    done = ranks.run_on_main(results.finished, recipe.keys, request, guard)
-    if done and not test_only:
+    keys = config.keys()
+    kept = ranks.run_on_main(largest_batch.kept, keys, config.command)
+    if kept is not None:
+        config = config.deciding_batch_size(kept)
+        keys = config.keys()
+    _refuse_options(keys, config.run_opts)
+
+    ranks.run_on_main(preparation.open_folder, config)
+    begun = config
+    config = config.deciding(ranks.run_on_main(preparation.prepare, config, guard, bundles))
+    if keys.batching.auto:  # last, because what the corpus decides sizes the model, and with it what fits
+        config = config.deciding_batch_size(largest_batch.measure(config))
+    if config is not begun:
+        ranks.run_on_main(preparation.save_recipe, config)
+    return config
+
+
+def _train(config: RunConfig, guard: StartGuard, bundles: Bundles) -> None:
+    """Build the run that is decided, and train, test and report, unless it has done all that already."""
+    from sbkit.runs import old_set, pretrained, results, training
+    from sbkit.train.distributed import ranks
+
+    recipe, command = config.build(), config.command
+    keys, test_only = recipe.keys, config.run_opts.test_only
+    if command.check:
+        ranks.run_on_main(training.before_training, recipe, config.path)
+
+    finished = ranks.run_on_main(results.finished, keys, command, guard)
+    if finished and not test_only:
         if ranks.is_main():
-            print(done)
+            print(finished)
         return
-    results_folder = ranks.run_on_main(results.open_test, recipe.keys, request, guard, done)
-    corpus = recipe.keys.corpus
+    results_folder = ranks.run_on_main(results.open_test, keys, command, guard, finished)
+    corpus = keys.corpus
     manifests = corpus.load()
-    pretrained.load(recipe.keys.pretrainer, _filled_elsewhere(recipe))
-    brain = training.fit_and_test(recipe, request, device, manifests, guard, bundles, results_folder)
+    pretrained.load(keys.pretrainer, _filled_elsewhere(recipe))
+
+    brain = training.fit_and_test(recipe, config, manifests, guard, bundles, results_folder)
+
     ranks.run_on_main(results.show, brain.tested, results_folder, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
-    if (done or not test_only) and not brain.tested.unread:  # --test_only does not complete a run
-        ranks.run_on_main(results.mark_finished, recipe.keys, request, brain.tested)
-    if results_folder == folder:
-        old_set.compare(brain, device)
+    if (finished or not test_only) and not brain.tested.unread:  # --test_only does not complete a run
+        ranks.run_on_main(results.mark_finished, keys, command, brain.tested)
+    if results_folder == keys.folder:
+        old_set.compare(brain, config.device)
+
+
+def _refuse_foreign_folder(keys: TaskKeys) -> None:
+    """Refuse an output folder that is a bundle, and checkpoints that would go into another run's folder."""
+    from sbkit.recipe.files import refuse_another_run
+    from sbkit.score.run_files import BUNDLE
+
+    refuse_another_run(keys.checkpointer.checkpoints_dir, keys.folder)
+    if (keys.folder / BUNDLE).is_file():
+        raise SbkitError(f"{keys.folder} is a bundle, which a run would overwrite",
+                         hint="choose another --output_folder")
+
+
+def _refuse_options(keys: TaskKeys, options: RunOptions) -> None:
+    """Refuse a test without a checkpoint, and a trial run in the folder of one that has trained."""
+    from sbkit.runs import initial
+
+    if options.test_only and (options.debug or initial.fresh(keys)):
+        raise SbkitError(f"--test_only: {keys.checkpointer.checkpoints_dir} has no checkpoint to test",
+                         hint="--debug keeps checkpoints in a temporary folder: leave it out" if options.debug
+                         else "train first, or name the folder of a run with --output_folder")
+    if options.debug and not (options.debug_persistently or initial.fresh(keys)):
+        raise SbkitError(f"--debug would replace the results in {keys.folder}", hint="name another --output_folder")
 
 
 def _filled_elsewhere(recipe: Recipe) -> set[int]:

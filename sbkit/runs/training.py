@@ -25,61 +25,56 @@ from sbkit.runs import initial, old_set, restore, trained_on
 from sbkit.runs.feeding import pad_to_shapes, utilisation, warn_of_slow_reading
 from sbkit.runs.keys import Bundles
 from sbkit.runs.progress import last_logged_step, read_progress, warn_of_lost_steps
+from sbkit.runs.run_config import RunConfig
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
 from sbkit.train.checkpoint.state import OtherModel
 from sbkit.train.distributed import ranks
 from sbkit.train.early_stopping import keys_to_raise
-from sbkit.train.monitor.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
 
 
-def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, manifests: Mapping[str, Manifest],
-                 guard: StartGuard, bundles: Bundles, results_folder: Path) -> Brain:
+def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Manifest], guard: StartGuard,
+                 bundles: Bundles, results_folder: Path) -> Brain:
     """Train the remaining epochs, then test; returns the Brain, which has the results.
 
     bundles : opens the recogniser for the task's tests
     results_folder : the folder of the test's results
     """
-    keys, test_only = recipe.keys, request.run_opts.test_only
+    keys, device, test_only = recipe.keys, config.device, config.run_opts.test_only
     train = keys.rows_of_training(manifests["train"])
     logs = ranks.is_main() and not test_only  # about training
     encoder = recipe.task.encoder(keys)
-    brain = recipe.brain(request.run_opts)
+    brain = recipe.brain(config.run_opts)
     if brain.recogniser is not None:
         brain.take_recogniser(bundles.recogniser(brain.recogniser, keys.sample_rate))
-    brain.utilisation = utilisation(brain, device, train) if logs else None
+    flops = utilisation(brain, device, train) if logs else None
+
     batching, columns = keys.batching, BatchColumns(recipe.task.columns, keys)
-    options = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
-               "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
     epochs = keys.epoch_counter.limit
     progress = ranks.run_on_main(read_progress, brain.checkpointer, keys.epoch_counter)
     plan = Plan.of(train, batching, keys.augment, progress.epochs, batching.rounding(device.type, brain.compile),
                    columns)
     if not test_only:
         pad_to_shapes(brain, plan, device, train, encoder)
-    if plan.sampler.left_out and logs:
-        logger.warning("%d of %d utterances are in no step: fewer than %d have their label (clips_per)",
-                       plan.sampler.left_out, len(train), batching.clips)
-    brain.train_state.epochs = progress.epochs
     steps = progress.steps(len(plan), epochs)
-    if plan.passes > 1 and logs:
-        note = "" if epochs == progress.epochs else f", spread over the {progress.epochs} epochs that it began with"
-        logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (min_steps: "
-                    "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.min_steps, note)
-    train_set = TrainLoader(train, encoder, plan, min_micros=brain.grad_accumulation_factor, augment=keys.augment,
-                            nonspeech=vars(keys).get("nonspeech"), epochs=epochs, **options)
+    if logs:
+        _log_plan(plan, progress.epochs, steps, len(train), epochs)
+
+    options = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
+               "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
+    train_set = TrainLoader(train, encoder, plan, augment=keys.augment, nonspeech=vars(keys).get("nonspeech"),
+                            epochs=epochs, **options)
     valid_set, test_set = (
         EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **options)
         for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))
     )
-    if brain.grad_accumulation_factor > 1 and ranks.is_main():
-        logger.info("grad_accumulation_factor divides the step_seconds of an update, and makes it no larger")
-    if brain.utilisation is not None and device.type == "cuda" and not train.has_urls:
+    if flops is not None and device.type == "cuda" and not train.has_urls:
         warn_of_slow_reading(brain, train_set, device)
-    brain.mixture_parts.loader = train_set
-    brain.open_run(train.texts, steps)
+
+    brain.open_run(train.texts, steps, epochs=progress.epochs, train_set=train_set, utilisation=flops,
+                   results_folder=None if results_folder == keys.folder else results_folder)
     if test_only:
         ranks.run_on_main(restore.warn_unfinished, recipe)
     try:
@@ -90,9 +85,6 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
                 initial.load(brain)
                 old_set.score_before(recipe, brain)
             brain.fit(_epochs(brain, guard, keys.epoch_counter, resumed, last), train_set, valid_set)
-        if results_folder != keys.folder and brain.metrics_log is not None:
-            brain.metrics_log.close()
-            brain.metrics_log = MetricsLog(results_folder)
         with test_set:
             brain.evaluate(test_set, **brain.metric.order)
     except OtherModel as error:
@@ -101,6 +93,22 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         raise SbkitError(f"the checkpoints in {keys.folder} are of another model; what has changed: "
                          f"{'; '.join(changes)}", hint=error.hint) from error
     return brain
+
+
+def _log_plan(plan: Plan, began_with: int, steps: int, utterances: int, epochs: int) -> None:
+    """Log what the plan leaves out, and how often an epoch goes through the corpus.
+
+    began_with : the epochs that the run had at its first start
+    steps : of the whole run
+    """
+    batching = plan.batching
+    if plan.sampler.left_out:
+        logger.warning("%d of %d utterances are in no step: fewer than %d have their label (clips_per)",
+                       plan.sampler.left_out, utterances, batching.clips)
+    if plan.passes > 1:
+        note = "" if epochs == began_with else f", spread over the {began_with} epochs that it began with"
+        logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (min_steps: "
+                    "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.min_steps, note)
 
 
 def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool, last: int) -> Iterator[int]:
@@ -134,7 +142,7 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
     yield from epochs
 
 
-def before_run(request: CommandLine, needed: Sequence[str] = SPLITS) -> Node | None:
+def before_run(command_line: CommandLine, needed: Sequence[str] = SPLITS) -> Node | None:
     """Check the recipe of a run that is about to start: errors end the run, warnings are printed.
 
     needed : the splits that its corpus must have
@@ -143,7 +151,8 @@ def before_run(request: CommandLine, needed: Sequence[str] = SPLITS) -> Node | N
     """
     from sbkit.recipe.check import check
 
-    report = check(request.path, request.overrides, run_opts=request.run_opts, starting=True, needed=needed)
+    report = check(command_line.path, command_line.overrides, run_opts=command_line.run_opts, starting=True,
+                   needed=needed)
     if report.errors:  # one message, so that torchrun's last lines have all of it
         problems = report.problems().replace(": error: ", ": ", 1)  # the command writes that in front
         refused = {"syntax", "missing-key", "setting", "wrong-value", "no-output", "no-corpus"}  # without a check, too

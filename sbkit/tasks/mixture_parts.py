@@ -30,19 +30,22 @@ class MixtureParts:
 
     def __init__(self, corpus: object, checkpointer: Checkpointer | None = None):
         self._mixture = corpus if isinstance(corpus, Mixture) else None
-        self.loader: TrainLoader | None = None
-        """The training data, once training begins."""
+        self._loader: TrainLoader | None = None
         self._hours: dict[str, dict[str, float]] = {}  # by epoch, as a text for JSON
         if self._mixture is not None and checkpointer is not None:
             checkpointer.add_recoverable("parts", self, optional_load=True)
 
+    def open_run(self, train_set: TrainLoader | None) -> None:
+        """Count the hours of this training data from now on; None: count nothing."""
+        self._loader = train_set
+
     def close_epoch(self, epoch: int | None, log: MetricsLog | None) -> dict[str, float]:
         """Count and log an epoch; returns the hours of training on each part so far, and its epochs."""
-        if self._mixture is None or self.loader is None or epoch is None:
+        if self._mixture is None or self._loader is None or epoch is None:
             return {}
-        train = self.loader.reader.manifest
+        train = self._loader.reader.manifest
         trained_on: dict[str, float] = {}
-        self._hours[str(epoch)] = hours_of(train, self.loader.epoch_plan(epoch).members)
+        self._hours[str(epoch)] = hours_of(train, self._loader.epoch_plan(epoch).members)
         for name, size in hours_of(train).items():
             trained = sum(hours.get(name, 0.0) for hours in self._hours.values())
             trained_on |= {f"hours {name}": trained, f"epochs {name}": trained / size}

@@ -49,11 +49,14 @@ from sbkit.train.averaging import load_average
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.early_stopping import EarlyStopping
+from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.schedule import Annealing, SpeechBrainScheduler, log_limits
 from sbkit.train.step import StepResult
 
 if TYPE_CHECKING:
+    from sbkit.data.loader import TrainLoader
     from sbkit.export.exported import Exported
+    from sbkit.recipe.speed import Utilisation
     from sbkit.tasks.generation import SpeechTest
     from sbkit.tasks.recognise.transcriber import Transcriber
 
@@ -283,9 +286,24 @@ class Task(Brain):
     def begin_step(self, step: int) -> None:
         """Called before each optimizer step, counted from 1, when its learning rate has been set."""
 
-    def open_run(self, texts: Sequence[str], steps: int) -> None:
-        """Give the schedule the number of optimizer steps, log what the run is too short for, call ``begin_run``."""
+    def open_run(self, texts: Sequence[str], steps: int, *, epochs: int | None = None,
+                 train_set: TrainLoader | None = None, utilisation: Utilisation | None = None,
+                 results_folder: Path | None = None) -> None:
+        """Take what the run has planned, log what it is too short for, and call ``begin_run``.
+
+        steps : optimizer steps of the whole run
+        epochs : the number of epochs with which the run began; None: unknown
+        train_set : the training data
+        utilisation : the model's FLOPs, if they are to be reported
+        results_folder : for the test's results, if they don't go into the run's folder
+        """
         self.planned_steps = steps
+        self.train_state.epochs = epochs
+        self.utilisation = utilisation
+        self.mixture_parts.open_run(train_set)
+        if results_folder is not None and self.metrics_log is not None:
+            self.metrics_log.close()
+            self.metrics_log = MetricsLog(results_folder)
         if self.learning is not None:
             self.learning.begin_run(
                 texts, steps, max_norm=self.max_grad_norm, anneals=self.annealing is not None, thaws_at=self.thaws_at,

@@ -91,7 +91,8 @@ def test_what_only_a_script_may_say_is_reported_in_a_recipe_of_a_task(tmp_path):
     ("--schedule.peak 3", "has no key schedule; sbkit show prints its keys"),
     ("--share_validation true", "has no key share_validation; sbkit show prints its keys"),
     ("--colour 3", "has no key colour; sbkit show prints its keys"),
-    ("--accum_gard 3", "has no key accum_gard; did you mean --grad_accumulation_factor?"),  # accum_grad elsewhere
+    ("--accum_gard 3", "has no key accum_gard; did you mean --batching.step_seconds? It is the audio of an "
+                       "update, over all devices and micro-batches"),  # accum_grad elsewhere
     ("--skip_prep true", "has no key skip_prep; leave it out: what is prepared is found again"),
     ("--nproc_per_node 8", "has no key nproc_per_node; it is an option of torchrun: torchrun "
                              "--nproc_per_node=8 train.py RECIPE ..."),

@@ -323,8 +323,8 @@ def loaded(made):
     made.patch.setattr(training, "EvalLoader", test)
     manifest = Manifest(ids=["a", "b"], durations=[1.0, 2.0], wavs=["a.wav"] * 2, texts=["a", "b"])
     with pytest.raises(Stop):
-        training.fit_and_test(made.recipe, SimpleNamespace(run_opts=RunOptions(device="cpu")), torch.device("cpu"),
-                              dict.fromkeys(("train", "dev", "test"), manifest), None, None, None)
+        config = SimpleNamespace(run_opts=RunOptions(device="cpu"), device=torch.device("cpu"))
+        training.fit_and_test(made.recipe, config, dict.fromkeys(("train", "dev", "test"), manifest), None, None, None)
     return {name: str(value) for name, value in seen.items()}
 
 
@@ -341,7 +341,7 @@ class Corpus:
 
 def prepared(made):
     made.patch.setattr(CTC, "prepare", classmethod(lambda cls, keys, manifests, given: {"dev": manifests["dev"]}))
-    return preparation.prepare_data(made.recipe, {}, None)
+    return preparation.prepare_data(made.recipe.keys, {}, None)
 
 
 def fetched(made):

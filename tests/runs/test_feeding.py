@@ -54,8 +54,7 @@ def test_batches_are_padded_where_steps_are_captured_or_a_recipe_asks_for_it(
         asked, device, graphs, reason, shapes, caplog):
     manifest = Manifest(ids=["a", "b"], durations=[4.0, 4.0], wavs=[""] * 2, texts=["some text", "text"])
     plan = Plan(manifest.durations, Batching(8, pad_to_shapes=asked))
-    brain = SimpleNamespace(why_not_padded=lambda: reason, grad_accumulation_factor=1,
-                            captures_steps=graphs is not False)
+    brain = SimpleNamespace(why_not_padded=lambda: reason, captures_steps=graphs is not False)
     encoder = SimpleNamespace(encode=lambda text: list(range(len(text))))
     with caplog.at_level("INFO"):
         if shapes is None:
@@ -63,7 +62,7 @@ def test_batches_are_padded_where_steps_are_captured_or_a_recipe_asks_for_it(
                 feeding.pad_to_shapes(brain, plan, torch.device(device), manifest, encoder)
             return
         feeding.pad_to_shapes(brain, plan, torch.device(device), manifest, encoder)
-    found = plan.shapes(1, 1)
+    found = plan.shapes(1)
     assert (found is not None) == shapes
     assert ("aren't padded to few shapes: norm normalises" in caplog.text) == (device == "cuda" and reason is not None)
     if shapes:
@@ -74,12 +73,11 @@ def test_batches_are_padded_where_steps_are_captured_or_a_recipe_asks_for_it(
 def test_wide_buckets_are_not_padded_unless_a_recipe_asks_for_it(caplog):
     seconds = np.tile([1.0, 8.0], 20)
     manifest = Manifest(ids=list(map(str, range(40))), durations=seconds, wavs=[""] * 40, texts=[""] * 40)
-    brain = SimpleNamespace(why_not_padded=lambda: None, grad_accumulation_factor=2,
-                            captures_steps=True)
+    brain = SimpleNamespace(why_not_padded=lambda: None, captures_steps=True)
     for asked, padded in ((None, False), (True, True)):
-        plan = Plan(seconds, Batching(400, buckets=1, pad_to_shapes=asked))
+        plan = Plan(seconds, Batching(200, 400, buckets=1, pad_to_shapes=asked))
         with caplog.at_level("INFO"):
             feeding.pad_to_shapes(brain, plan, torch.device("cuda"), manifest, None)
-        assert (plan.shapes(1, 2) is not None) == padded
+        assert (plan.shapes(1) is not None) == padded
         assert ("Micro-batches are padded to 1 shape" in caplog.text) == padded
     assert "are not padded to 1 shape, of up to 20 utterances, 8.0 s and 0 tokens each: 78 % more" in caplog.text

@@ -14,9 +14,10 @@ from trained_runs import here, metrics
 
 from sbkit.data.plan import Batching
 from sbkit.errors import SbkitError
-from sbkit.recipe import arguments, load
+from sbkit.recipe import arguments
 from sbkit.recipe.cost import GIB
 from sbkit.runs import largest_batch
+from sbkit.runs.run_config import RunConfig
 from sbkit.score.run_files import MEASURED
 from sbkit.system import memory
 from sbkit.train.distributed import ranks
@@ -36,10 +37,7 @@ def test_a_run_with_a_checkpoint_keeps_what_it_has_measured(tmp_path, auto, chec
     (tmp_path / MEASURED).write_text(json.dumps(stored))
     keys = SimpleNamespace(batching=SimpleNamespace(auto=auto), folder=tmp_path,
                            checkpointer=SimpleNamespace(list_checkpoints=lambda: checkpoints))
-    request = SimpleNamespace(overrides={"batching": {"buckets": 3}})
-    assert largest_batch.kept(keys, request) == kept
-    largest_batch.give(request, 24.0)
-    assert request.overrides == {"batching": {"buckets": 3, "max_batch_seconds": 24.0}}
+    assert largest_batch.kept(keys, SimpleNamespace(overrides={"batching": {"buckets": 3}})) == kept
 
 
 class Sorted(Batching):
@@ -49,13 +47,13 @@ class Sorted(Batching):
 @pytest.mark.parametrize("words, usable", [("{max_batch_seconds: auto, step_seconds: 24}", True),
                                            ("[auto, 24]", False)])
 def test_a_batching_given_as_a_whole_keeps_its_class_or_is_refused_at_the_start(tmp_path, words, usable):
-    request = arguments.parse([str(ROOT / "tests" / "recipe" / "small.yaml"), "--output_folder", str(tmp_path),
+    command = arguments.parse([str(ROOT / "tests" / "recipe" / "small.yaml"), "--output_folder", str(tmp_path),
                                "--batching", f"!new:{__name__}.Sorted {words}"])
-    keys = load.open_recipe(request.path, request.overrides).keys
+    config = RunConfig.of(command, torch.device("cpu"))
     with contextlib.nullcontext() if usable else pytest.raises(SbkitError, match="needs arguments by name"):
-        assert largest_batch.kept(keys, request) is None
-        largest_batch.give(request, 12.0)
-        batching = load.open_recipe(request.path, request.overrides).keys.batching
+        assert largest_batch.kept(config.keys(), command) is None
+        batching = config.deciding_batch_size(12.0).build().keys.batching
+        assert config.keys().batching.auto, "the first description stays as it was"
         assert isinstance(batching, Sorted) and (batching.max_batch_seconds, batching.step_seconds) == (12.0, 24)
 
 
@@ -64,12 +62,12 @@ def measured(folder, gib):
     folder.mkdir(exist_ok=True)
     words = [str(ROOT / "tests" / "recipe" / "small.yaml"), "--device", "cpu", "--batching.max_batch_seconds", "auto",
              "--batching.step_seconds", "24", "--corpus.max_duration", "4", "--output_folder", str(folder)]
-    request, device = arguments.parse(words), torch.device("cpu")
-    recipe = load.open_recipe(request.path, request.overrides)
+    command, device = arguments.parse(words), torch.device("cpu")
+    config = RunConfig.of(command, device)
     ranks.init(device)
     batch_size_search.memory_budget = lambda requested, device: gib[ranks.rank()]
     multiprocessing.get_context = lambda method: CONTEXT  # whose processes have imported all; a run spawns them
-    return largest_batch.measure(recipe, request, device), largest_batch.kept(recipe.keys, request)
+    return largest_batch.measure(config), largest_batch.kept(config.keys(), command)
 
 
 @pytest.mark.slow

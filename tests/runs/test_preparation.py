@@ -6,7 +6,6 @@ from corpora import common_voice
 from sbkit.data.corpus import Corpus
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
-from sbkit.recipe.load import Recipe
 from sbkit.runs.preparation import prepare_data
 from sbkit.tasks.ctc import CTC
 
@@ -22,7 +21,7 @@ def hparams(tmp_path):
 
 
 def prepared(hparams, given):
-    return prepare_data(Recipe(hparams, CTC.Keys.read(hparams), None), given, None)
+    return prepare_data(CTC.Keys.read(hparams), given, None)
 
 
 def test_a_vocabulary_of_characters_follows_from_the_corpus(hparams, capsys):

@@ -107,7 +107,7 @@ def prepare(path: Path, overrides: list[str]) -> list[str]:
 
     request = arguments.parse([str(path), *overrides])
     recipe = load.open_recipe(request.path, request.overrides)
-    follows = prepare_data(recipe, request.overrides, BundleLoader())
+    follows = prepare_data(recipe.keys, request.overrides, BundleLoader())
     return overrides + [f"--{name}={value}" for name, value in follows.items()]
 
 

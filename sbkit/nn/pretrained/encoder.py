@@ -50,6 +50,8 @@ class Encoder(nn.Module):
 
     sample_rate = 16_000
     """The sample rate of pretraining, for all these families."""
+    longest_seconds: float | None = None
+    """The longest utterance that it takes; None: any."""
 
     def __init__(self, source: str | None, folder: str | Path | None = None, *, init_from: str | Path | None = None,
                  freeze_front: bool = True, layers: int | None = None, dropout: float | None = None,

@@ -18,7 +18,10 @@ from sbkit.tasks.recognise.keys import EncoderKeys
 
 
 def longest_seconds(encoder: object) -> float | None:
-    """Return the seconds of the longest utterance that an encoder takes; None: there is no limit."""
+    """Return the seconds of the longest utterance that an encoder takes; None: there is no limit.
+
+    The class of one that has a limit has the attribute, too.
+    """
     seconds: float | None = getattr(encoder, "longest_seconds", None)
     return seconds
 
@@ -47,6 +50,8 @@ def durations_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
 
 def refuse_longer(keys: EncoderKeys, manifests: Mapping[str, Manifest]) -> None:
     """Raise if a prepared corpus has utterances that are longer than the encoder takes."""
+    if not hasattr(keys.class_of(keys.encoder_key), "longest_seconds"):
+        return  # most encoders: while a corpus is prepared, none is built to be asked
     max_seconds, problems = longest_seconds(getattr(keys, keys.encoder_key)), []
     if max_seconds is None:
         return

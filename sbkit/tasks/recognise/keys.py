@@ -49,7 +49,7 @@ class EncoderKeys(RecogniserKeys):
     @property
     def encoder_key(self) -> str:
         """The key of the encoder."""
-        return next((name for name in ENCODERS if getattr(self, name) is not None), ENCODERS[0])
+        return next((name for name in ENCODERS if self.class_of(name) is not type(None)), ENCODERS[0])
 
     @property
     def hop_samples(self) -> int:

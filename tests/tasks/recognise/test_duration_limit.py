@@ -30,7 +30,8 @@ def whisper(tmp_path_factory):
 
 
 def keys(max_duration, augment=None, most=30.0):
-    return SimpleNamespace(encoder_key="encoder", encoder=SimpleNamespace(longest_seconds=most), augment=augment,
+    encoder = type("Limited", (), {"longest_seconds": most})()
+    return SimpleNamespace(encoder_key="encoder", encoder=encoder, class_of=lambda name: type(encoder), augment=augment,
                            corpus=SimpleNamespace(max_duration=max_duration), sample_rate=16_000)
 
 

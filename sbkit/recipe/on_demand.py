@@ -1,0 +1,75 @@
+"""The keys of a recipe for what is done before its values are final: an object is built when its key is first read.
+
+A corpus is prepared before the model is built, since it may decide the model's sizes. Preparing it reads few keys, and
+which ones only the task knows. So nothing else is built for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sbkit.recipe.build import Builder
+from sbkit.recipe.keys import TaskKeys
+from sbkit.recipe.load import building, declaring_class, refuse_problems
+from sbkit.recipe.signatures import locate
+from sbkit.recipe.source import Node
+
+#: Tags whose objects are only named, which costs nothing.
+_CALLS = "!new:", "!apply", "!!python/object"
+
+
+def keys_on_demand(path: Path, overrides: Mapping[str, Any], tree: Node) -> TaskKeys:
+    """The keys of a resolved recipe, each built when it is first read; ``vars`` has only those that are built.
+
+    Scalars, lists and the corpus are there from the beginning. Its checkpointer lists checkpoints, and saves nothing,
+    because what it would save is the model.
+
+    path, overrides : what it was resolved from, for error messages
+    """
+    nodes = {key: node for key, node in tree.value.items() if not str(key).startswith("__")}
+    if "checkpointer" in nodes:
+        nodes["checkpointer"] = _saving_nothing(nodes["checkpointer"])
+    builder = Builder()
+
+    def build(node: Node) -> Any:  # of any class
+        with building(path, overrides):
+            return builder.make(node)
+
+    at_once = {"brain", "corpus", *(key for key, node in nodes.items() if not _calls_something(node))}
+    values = {key: build(node) for key, node in nodes.items() if key in at_once}
+
+    declared = declaring_class(values, tree.value, path)
+    refuse_problems([*declared.wrong(values), *declared.null(values)], path)
+
+    later = {key: node for key, node in nodes.items() if key not in values}
+    # A property of the derived class comes before the default that the base class has under the same name.
+    members: dict[str, Any] = {
+        key: functools.cached_property(lambda keys, node=node: build(node)) for key, node in later.items()}
+    members["built_later"] = frozenset(later)
+
+    def class_of(keys: TaskKeys, name: str) -> type:
+        node = later.get(name)
+        named = locate(node.tag.removeprefix("!new:")) if node is not None and node.tag.startswith("!new:") else None
+        return named if isinstance(named, type) else type(getattr(keys, name))
+
+    members["class_of"] = class_of
+    # Declarations are cached by class, and this class, with all that it builds, must not outlive its keys.
+    members["declared"] = classmethod(lambda cls: declared.declared())
+    on_demand = type(declared.__name__, (declared,), members)
+    return on_demand.read(values)
+
+
+def _calls_something(node: Node) -> bool:
+    return any(inner.tag.startswith(_CALLS) for inner in node.walk())
+
+
+def _saving_nothing(checkpointer: Node) -> Node:
+    """The node of a checkpointer without what it saves."""
+    if isinstance(checkpointer.value, dict):
+        kept = {key: node for key, node in checkpointer.value.items() if key != "recoverables"}
+        return dataclasses.replace(checkpointer, value=kept)
+    return dataclasses.replace(checkpointer, value=checkpointer.value[:1])
