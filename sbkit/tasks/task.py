@@ -474,10 +474,9 @@ class Task(Brain):
                 f"{type(self).__name__} chooses the best checkpoint by {self.metric.name!r}, but its validation gives "
                 f"{', '.join(stats)}", hint="return it from stats, or name one of these in metric; the epoch is saved"))
         meta = {self.metric.name: stats[self.metric.name], "loss": stats["loss"], "epoch": epoch}
-        checkpointer.save_and_keep_only(
-            meta=meta, num_to_keep=self.keys.keep_checkpoints, keep_every=self.keys.keep_every or None,
-            **{"min_keys" if self.metric.lower_is_better else "max_keys": [self.metric.name]},
-        )
+        best_by: dict[str, Any] = {"min_keys" if self.metric.lower_is_better else "max_keys": [self.metric.name]}
+        checkpointer.save_and_keep_only(meta=meta, num_to_keep=self.keys.keep_checkpoints,
+                                        keep_every=self.keys.keep_every or None, **best_by)
 
     def _warn_if_held_back(self) -> None:
         """Warn of a run that trained initial weights hold back, if a finished run beside it shows that."""

@@ -22,7 +22,7 @@ from sbkit.tasks.recognise.search import options
 class CTCDecoding:
     """Decodes scores [B, T, V] of the CTC head."""
 
-    Search: ClassVar[type[TokenSearch]] = BeamSearch
+    search_class: ClassVar[type[TokenSearch]] = BeamSearch
 
     def __init__(self, recognizer: Recognizer, keys: CTCKeys):
         self.recognizer = recognizer

@@ -18,7 +18,7 @@ Search = Any  # a TokenSearch, a JointSearch, or a recipe's own
 class Decoding(Protocol):
     """Decodes the scores of one kind of model."""
 
-    Search: ClassVar[type[TokenSearch]]
+    search_class: ClassVar[type[TokenSearch]]
 
     def scores(self, encoded: Tensor) -> DecoderScores:
         """Compute the scores to decode from encoder states [B, T, D]."""

@@ -39,7 +39,7 @@ class Transcriber:
         self.recognizer = recognizer
         self.keys = keys
         self.decoding = decoding
-        self.search: Search | Recorder | None = keys.decoder
+        self.search: Search | None = keys.decoder
         """A search, a recorder instead of it, or a recipe's own; None: greedy decoding."""
         self.live: LiveTest | None = None
         """Tests in chunks; None: on whole utterances only."""
@@ -131,7 +131,7 @@ class Transcriber:
         search = self.keys.decoder
         arguments = options(request, self.keys)
         if arguments:
-            search = self.decoding.Search(self.keys.tokenizer, blank_id=self.keys.blank_index, **arguments)
+            search = self.decoding.search_class(self.keys.tokenizer, blank_id=self.keys.blank_index, **arguments)
         if search is not None:
             self.complete(search)
         self.search = search.load() if isinstance(search, TokenSearch) else search
@@ -154,6 +154,7 @@ class Transcriber:
         evaluate : runs the model over a manifest and returns this rank's rows
         """
         search, manifest = self.search, tuning_subset(manifest)
+        assert isinstance(search, TokenSearch), "there is a language model to weight"
         live, self.live = self.live, None  # tuning only needs final transcripts, with chunks of the first size
         self.search = recorder = Recorder(search, self.decoding.greedy, self.spelling.text)
         try:

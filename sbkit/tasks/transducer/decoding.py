@@ -24,7 +24,7 @@ StatesAndCTC = tuple[Tensor, Tensor | None]
 class TransducerDecoding:
     """Decodes states [B, T, J] that are joined with those of the tokens so far."""
 
-    Search: ClassVar[type[TokenSearch]] = TransducerBeam
+    search_class: ClassVar[type[TokenSearch]] = TransducerBeam
 
     def __init__(self, recognizer: Recognizer, keys: TransducerKeys):
         self.recognizer = recognizer
