@@ -66,9 +66,9 @@ def compile_kernels(module: nn.Module) -> None:
 
 def swap(module: nn.Module, table: dict[type, type]) -> Counter[str]:
     """Swap the class of each layer that is in a table; returns how many of each class were swapped."""
-    found: Counter[str] = Counter()
+    swapped: Counter[str] = Counter()
     for layer in module.modules():
         if type(layer) in table:
-            found[type(layer).__name__] += 1
+            swapped[type(layer).__name__] += 1
             layer.__class__ = table[type(layer)]
-    return found
+    return swapped

@@ -35,15 +35,16 @@ def derived(added: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
     It can be pickled, although no module holds it: its layers are made by calling this again.
     """
     def reduce(layer: nn.Module, protocol: int) -> tuple[object, ...]:
-        return _new, (added, kind), kind.__reduce_ex__(layer, max(protocol, 2))[2]  # the state
+        state = kind.__reduce_ex__(layer, max(protocol, 2))[2]
+        return _new, (added, kind), state
 
     return type(kind.__name__, (added, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce})
 
 
 def _new(added: type[nn.Module], kind: type[nn.Module]) -> nn.Module:
     """Make an empty layer of a derived class, for pickle."""
-    found = derived(added, kind)  # type: ignore[arg-type]  # mypy asks objects' __hash__
-    return found.__new__(found)
+    adapted = derived(added, kind)  # type: ignore[arg-type]  # mypy asks objects' __hash__
+    return adapted.__new__(adapted)
 
 
 class _WithLoRA(nn.Module):
@@ -77,7 +78,8 @@ class Adapters(ABC):
     """Has the forward of an adapted layer."""
 
     def __init__(self, module: nn.Module, targets: str | Iterable[str]):
-        self.module, self.targets = module, [targets] if isinstance(targets, str) else list(targets)
+        self.module = module
+        self.targets = [targets] if isinstance(targets, str) else list(targets)
         self.layers = self._find()
         for name, parameter in module.named_parameters():
             if not is_added(name):
@@ -97,30 +99,47 @@ class Adapters(ABC):
         """Whether a layer is of a kind that can be adapted."""
 
     def _find(self) -> dict[str, nn.Module]:
-        own = {path: layer for path, layer in self.module.named_modules() if path and not is_added(path)}
-        fitting = {path: layer for path, layer in own.items() if self.fits(layer)}
-        unmatched = [target for target in self.targets if not fnmatch.filter(fitting, target)]
-        unsupported = {target: next(iter(fnmatch.filter(own, target)), None) for target in unmatched}
-        problems = [f"{path} is a {type(own[path]).__name__}, which can't be adapted"
-                    for path in dict.fromkeys(unsupported.values()) if path is not None]
-        if missing := [target for target, path in unsupported.items() if path is None]:
-            problems.insert(0, f"no layer of {type(self.module).__name__} is called {', '.join(missing)}")
+        """Return the layers that the targets name, by path; raises if a target names none that fits."""
+        layers = {path: layer for path, layer in self.module.named_modules() if path and not is_added(path)}
+        fitting = {path: layer for path, layer in layers.items() if self.fits(layer)}
+        self._check_targets(layers, fitting)
+        matched = [path for path in fitting if any(fnmatch.fnmatchcase(path, target) for target in self.targets)]
+        return {path: fitting[path] for path in matched if not any(path.startswith(f"{outer}.") for outer in matched)}
+
+    def _check_targets(self, layers: dict[str, nn.Module], fitting: dict[str, nn.Module]) -> None:
+        missing = []
+        unsupported: dict[str, None] = {}
+        for target in self.targets:
+            if fnmatch.filter(fitting, target):
+                continue
+            path = next(iter(fnmatch.filter(layers, target)), None)
+            if path is None:
+                missing.append(target)
+            else:
+                unsupported[path] = None
+        problems = []
+        if missing:
+            problems.append(f"no layer of {type(self.module).__name__} is called {', '.join(missing)}")
+        problems += [f"{path} is a {type(layers[path]).__name__}, which can't be adapted" for path in unsupported]
         if problems:
-            # The shortest pattern of each possible target: the end that no other has, after ``*.``, or else all of it.
-            starred = dict.fromkeys(
-                tuple("*" if part.isdigit() else part for part in path.split(".")) for path in fitting)
-            patterns = []
-            for parts in starred:
-                ends = (parts[-count:] for count in range(1, len(parts)))
-                unique = next((end for end in ends if set(end) != {"*"}
-                               and sum(other[-len(end):] == end for other in starred) == 1), None)
-                patterns.append(".".join(parts if unique is None else ["*", *unique]))
+            patterns = _shortest_patterns(fitting)
             more = f" and {len(patterns) - _NAMED} more" if len(patterns) > _NAMED else ""
             raise SbkitError(f"{type(self).__name__}: targets: {'; '.join(problems)}", hint=f"possible targets: "
                              f"{patterns[:_NAMED]}{more} (docs/how-to/finetune.md#adapters says which are of "
                              "attention)")
-        matched = [path for path in fitting if any(fnmatch.fnmatchcase(path, target) for target in self.targets)]
-        return {path: fitting[path] for path in matched if not any(path.startswith(f"{outer}.") for outer in matched)}
+
+
+def _shortest_patterns(paths: Iterable[str]) -> list[str]:
+    """Return the shortest pattern for each path, with numbers as ``*``: its end, if no other path has it, or all of it.
+    """
+    starred = dict.fromkeys(tuple("*" if part.isdigit() else part for part in path.split(".")) for path in paths)
+    patterns = []
+    for parts in starred:
+        ends = [parts[-count:] for count in range(1, len(parts))]
+        unique = [end for end in ends
+                  if set(end) != {"*"} and sum(other[-len(end):] == end for other in starred) == 1]
+        patterns.append(".".join(["*", *unique[0]] if unique else parts))
+    return patterns
 
 
 class LoRA(Adapters):
@@ -138,7 +157,9 @@ class LoRA(Adapters):
                  dropout: float = 0.0):
         if rank < 1:
             raise SbkitError(f"LoRA: rank is {rank}", hint="use 4 to 64")
-        self.rank, self.alpha, self.dropout = rank, float(rank if alpha is None else alpha), dropout
+        self.rank = rank
+        self.alpha = float(rank if alpha is None else alpha)
+        self.dropout = dropout
         super().__init__(module, targets)
 
     def fits(self, layer: nn.Module) -> bool:
@@ -177,7 +198,8 @@ class Houlsby(Adapters):
         width = self.width or _width(layer)
         assert width is not None
         device = next((parameter.device for parameter in layer.parameters()), None)
-        down, up = nn.Linear(width, self.size, device=device), nn.Linear(self.size, width, device=device)
+        down = nn.Linear(width, self.size, device=device)
+        up = nn.Linear(self.size, width, device=device)
         nn.init.zeros_(up.weight)
         nn.init.zeros_(up.bias)
         layer.add_module(HOULSBY, nn.Sequential(nn.LayerNorm(width, device=device), down, nn.GELU(), up))

@@ -51,7 +51,10 @@ def kernel(capability: tuple[int, int], dtype: torch.dtype, head: int, cudnn: bo
         return Kernel("cuDNN's", f"{CUDNN}=1 allows it", True)
     if dtype == torch.bfloat16 and capability < (8, 0):
         return Kernel("math", "the card does not compute in bf16", False, "use --precision fp16")
-    multiple = (8 if half else 4) if capability >= (8, 0) else (8 if half and capability >= (7, 0) else 1)
+    if capability >= (8, 0):
+        multiple = 8 if half else 4
+    else:
+        multiple = 8 if half and capability >= (7, 0) else 1
     if head % multiple == 0:
         return Kernel("memory-efficient", f"heads of {head}, a multiple of {multiple}", True)
     precision = "half" if half else "full"
@@ -77,19 +80,21 @@ def kernels(modules: Iterable[nn.Module], device: torch.device, precision: str,
     capability = torch.cuda.get_device_capability(device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     cudnn = os.environ.get(CUDNN) == "1" and torch.backends.cuda.cudnn_sdp_enabled() and capability >= (9, 0)
-    chosen = []
+    chosen_kernels = []
     for size in head_sizes(modules):
         padded = size + -size % HEAD_MULTIPLE if accelerated else size
-        one = kernel(capability, dtype, padded, cudnn=cudnn)
-        chosen.append(one if padded == size else one._replace(why=f"heads of {size}, padded: {one.why}"))
-    return chosen
+        chosen = kernel(capability, dtype, padded, cudnn=cudnn)
+        if padded != size:
+            chosen = chosen._replace(why=f"heads of {size}, padded: {chosen.why}")
+        chosen_kernels.append(chosen)
+    return chosen_kernels
 
 
 def log_kernel(modules: Iterable[nn.Module], device: torch.device, precision: str, accelerated: bool = True) -> None:
     """Log the attention kernels of a model, with a warning for slow ones."""
-    for one in kernels(modules, device, precision, accelerated):
-        if one.fused:
-            logger.info("Attention on %s: torch's %s kernel (%s)", device, one.name, one.why)
+    for chosen in kernels(modules, device, precision, accelerated):
+        if chosen.fused:
+            logger.info("Attention on %s: torch's %s kernel (%s)", device, chosen.name, chosen.why)
         else:
             logger.warning("Attention on %s is not fused (%s): it is slow and keeps all scores [T, T] in memory; %s",
-                           device, one.why, one.fix)
+                           device, chosen.why, chosen.fix)

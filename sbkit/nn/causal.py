@@ -36,9 +36,9 @@ class CausalFrontEnd(nn.Module):
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel_size is {kernel_size}, but must be an odd number, to have a middle in frequency")
         layers: list[_Layer] = []
-        for depth, each in zip((1, *channels), channels, strict=False):
+        for inputs, outputs in zip((1, *channels), channels, strict=False):
             width = layers[-1].width if layers else n_features
-            layers.append(_Layer(width, depth, each, kernel_size, stride, dropout))
+            layers.append(_Layer(width, inputs, outputs, kernel_size, stride, dropout))
         self.layers = nn.ModuleList(layers)
         self._reach = [layer.reach for layer in layers]
         self.subsampling = stride ** len(layers)
@@ -53,11 +53,12 @@ class CausalFrontEnd(nn.Module):
 
         T is a multiple of ``subsampling``, except in the last piece of a stream.
         """
-        x, after = x[..., None], []
+        x = x[..., None]
+        next_state = []
         for layer, before in zip(self.layers, state, strict=True):
             x, left = layer(x, before)
-            after.append(left)
-        return x, tuple(after)
+            next_state.append(left)
+        return x, tuple(next_state)
 
     def state(self, batch: int, like: Tensor | None = None) -> tuple[Tensor, ...]:
         """Make the initial state, zeros: the last inputs [B, kernel_size - 1, F, C] of each layer.

@@ -54,9 +54,10 @@ class Chunks:
         if validate is not None and validate not in sizes:
             raise ValueError(f"validate is {validate!r}, not one of sizes ({_listed(sizes)}) or null")
         for context in left_context:
-            if odd := [size for size in sizes if context % size]:
+            unfit = [size for size in sizes if context % size]
+            if unfit:
                 step = math.lcm(*sizes)
-                raise ValueError(f"left_context is {context}, not a multiple of each of sizes ({_listed(odd)}): "
+                raise ValueError(f"left_context is {context}, not a multiple of each of sizes ({_listed(unfit)}): "
                                  f"multiples of {step} are, such as {step * max(1, round(context / step))}")
         if isinstance(lookahead, bool) or not isinstance(lookahead, int) or not 0 <= lookahead < min(sizes):
             raise ValueError(f"lookahead is {lookahead!r}, not a whole number from 0 to below the smallest of sizes "
@@ -72,7 +73,8 @@ class Chunks:
         rng = np.random.Generator(np.random.PCG64([seed % 2**64, step, _STREAM]))
         if rng.random() < self.whole:
             return None
-        size, left = int(rng.choice(self.sizes)), int(rng.choice(self.left))
+        size = int(rng.choice(self.sizes))
+        left = int(rng.choice(self.left))
         return DynChunkTrainConfig(size, left // size)
 
     def costliest(self) -> DynChunkTrainConfig:
@@ -82,13 +84,13 @@ class Chunks:
     def config(self, size: int, left: int | None = None) -> ChunkConfig:
         """Return the context of evaluation with chunks of this size; raises if the model wasn't trained for it.
 
-        left_context : frames before a chunk, in frames; None: the most it was trained for
+        left : frames before a chunk; None: the most it was trained for
         """
         left = self.left[-1] if left is None else left
-        for what, value, known in (("chunks", size, self.sizes), ("a left context", left, self.left)):
-            if value not in known:
+        for what, value, trained in (("chunks", size, self.sizes), ("a left context", left, self.left)):
+            if value not in trained:
                 raise SbkitError(f"the model wasn't trained for {what} of {value} frames",
-                                 hint=f"it was trained for {_listed(known)}")
+                                 hint=f"it was trained for {_listed(trained)}")
         return ChunkConfig(size, left // size, self.ahead)
 
     def in_milliseconds(self, frame_seconds: float) -> dict[int, int]:

@@ -99,7 +99,8 @@ def ctc_loss(
         else:
             losses = by_torch(log_probs, targets, input_lengths, target_lengths, blank)
         feasible = ctc_frames_needed(targets, labels) <= frames
-        feasible = feasible if real is None else feasible & real
+        if real is not None:
+            feasible = feasible & real
         return CTCLoss(torch.where(feasible, losses, torch.zeros_like(losses)), feasible)
 
 
@@ -133,10 +134,10 @@ def by_kernels(
     width, depth = log_probs.shape[1], targets.shape[1]
     columns = torch.cat([torch.full_like(targets[:, :1], blank), targets], 1)
     emit = log_probs.gather(2, columns.unsqueeze(1).expand(-1, width, -1))
-    wrong = (input_lengths > width) | (target_lengths > depth)
+    impossible = (input_lengths > width) | (target_lengths > depth)
     losses = CTCNegLogLikelihood.apply(emit, targets, input_lengths.clamp(max=width), target_lengths.clamp(max=depth),
                                        block_size(depth))
-    return torch.where(wrong, torch.full_like(losses, math.nan), losses)
+    return torch.where(impossible, torch.full_like(losses, math.nan), losses)
 
 
 def use_kernels(log_probs: torch.Tensor, targets: torch.Tensor) -> bool:
@@ -163,17 +164,17 @@ def kernels_work(device: torch.device, block: int) -> bool:
     Each block size is compiled to separate kernels that distribute the states differently, so each needs its own test.
     """
     def compare() -> bool:
-        (losses, grad), (mine, my_grad) = (run_example(by_torch, torch.float64, "cpu", block),
-                                           run_example(by_kernels, torch.float32, device, block))
+        expected = run_example(by_torch, torch.float64, "cpu", block)
+        computed = run_example(by_kernels, torch.float32, device, block)
         # A gradient is exp(alpha + beta + loss), with terms in the thousands: fp32's rounding error grows with length.
-        return trial.results_agree((mine, my_grad), (losses, grad), (1e-4, 1e-5 * block))
+        return trial.results_agree(computed, expected, (1e-4, 1e-5 * block))
 
     return trial.kernels_agree(device, compare, f"CTC kernels for up to {(block - 1) // 2} labels",
                                "torch's are, which sync with the host")
 
 
 def run_example(
-    by: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device | str, block: int
+    compute: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device | str, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute losses and gradient of a block's largest example: long, short, infeasible and empty utterances."""
     labels = (block - 1) // 2
@@ -182,7 +183,7 @@ def run_example(
     logits = logits.to(device, dtype).requires_grad_()
     targets = (torch.arange(4 * labels).reshape(4, labels) * 3 // 4 % 6 + 1).to(device)  # every fourth label repeats
     lengths = torch.tensor([[frames, frames // 4, 2, 1], [labels, labels // 8, 3, 0]]).to(device)
-    losses = by(logits.log_softmax(-1), targets, *lengths, 0)
+    losses = compute(logits.log_softmax(-1), targets, *lengths, 0)
     losses.sum().backward()
     assert logits.grad is not None, "backward has set it"
     return losses.detach().cpu().float(), logits.grad.cpu().float()

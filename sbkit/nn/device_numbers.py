@@ -22,8 +22,9 @@ class DeviceNumbers:
     """
 
     def __init__(self, numbers: Sequence[float], dtype: torch.dtype = torch.float32):
-        self.numbers, self.dtype = tuple(numbers), dtype
-        self._device: torch.device | None = None  # as it was asked for: cuda is not cuda:0
+        self.numbers = tuple(numbers)
+        self.dtype = dtype
+        self._device: torch.device | None = None  # as it was requested: cuda is not cuda:0
 
     def write(self, numbers: Sequence[float]) -> None:
         """Replace the numbers by as many others, also in the tensors that ``on`` has returned."""
@@ -38,6 +39,7 @@ class DeviceNumbers:
     def on(self, device: torch.device) -> Sequence[Tensor]:
         """Return a scalar tensor of each; always the same ones, unless the device is another than before."""
         if device != self._device:
-            self._device, self._whole = device, torch.tensor(self.numbers, dtype=self.dtype, device=device)
+            self._device = device
+            self._whole = torch.tensor(self.numbers, dtype=self.dtype, device=device)
             self._scalars = self._whole.unbind()
         return self._scalars

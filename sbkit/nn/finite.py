@@ -24,7 +24,8 @@ def all_finite(*tensors: Tensor) -> Tensor:
         torch.where(all_finite(new), new, self.table, out=self.table)
     """
     # The largest magnitude of a tensor with NaN is NaN. It takes one kernel, and isfinite four.
-    return torch.stack([torch.linalg.vector_norm(each.detach(), torch.inf) for each in tensors]).isfinite().all()
+    largest = [torch.linalg.vector_norm(tensor.detach(), torch.inf) for tensor in tensors]
+    return torch.stack(largest).isfinite().all()
 
 
 def keep_finite(module: nn.Module) -> None:
@@ -43,19 +44,19 @@ class _FiniteNorm(nn.Module):
     """A layer whose forward writes to copies of its buffers, which are then accepted all together or not at all."""
 
     def forward(self, *args: Any, **kwargs: Any) -> object:  # those of the layer itself
-        held = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        if not (self.training and held):
+        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        if not (self.training and buffers):
             return super().forward(*args, **kwargs)
-        for name, buffer in held.items():
+        for name, buffer in buffers.items():
             self._buffers[name] = buffer.clone()
         try:
             output = super().forward(*args, **kwargs)
-            new = [value for name, value in self._buffers.items() if value is not None and name in held]
+            written = [value for name, value in self._buffers.items() if value is not None and name in buffers]
         finally:
-            self._buffers.update(held)
+            self._buffers.update(buffers)
         with torch.no_grad():
-            finite = all_finite(*(value for value in new if value.is_floating_point()))
-            for buffer, value in zip(held.values(), new, strict=True):
+            finite = all_finite(*(value for value in written if value.is_floating_point()))
+            for buffer, value in zip(buffers.values(), written, strict=True):
                 torch.where(finite, value, buffer, out=buffer)  # in place: a CUDA graph knows the buffer by its address
         return output
 
@@ -68,9 +69,12 @@ class FiniteInputNormalization(features.InputNormalization):
     glob_std: Tensor
 
     def _update_global_stats(self, x: Tensor, mask: Tensor) -> None:
-        before = self.count, self.glob_mean.to(x.device), self.glob_std.to(x.device)
+        count = self.count
+        mean = self.glob_mean.to(x.device)
+        deviation = self.glob_std.to(x.device)
         super()._update_global_stats(x, mask)
         if not all_finite(self.glob_mean, self.glob_std):
-            if not before[1].numel():  # this would have been the first batch
-                before = 0, torch.zeros_like(self.glob_mean), torch.ones_like(self.glob_std)
-            self.count, self.glob_mean, self.glob_std = before
+            is_first = not mean.numel()
+            self.count = 0 if is_first else count
+            self.glob_mean = torch.zeros_like(self.glob_mean) if is_first else mean
+            self.glob_std = torch.ones_like(self.glob_std) if is_first else deviation

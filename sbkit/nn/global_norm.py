@@ -43,7 +43,7 @@ class GlobalNorm(nn.Module):
         return not self.deviation.isnan().any()
 
     def allow_missing(self) -> None:
-        """Return features unchanged until there are statistics, for stand-in batches."""
+        """Return features unchanged until there are statistics, for dummy batches."""
         self._missing_allowed = True
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:

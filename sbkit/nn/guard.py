@@ -81,14 +81,17 @@ def poll(wait: bool = False) -> None:
     Polling during logging never waits; ``wait`` is for the end of a stage and before a checkpoint. Each guarded call on
     a device polls too.
     """
-    found = None
-    while _PENDING and (wait or _PENDING[0][0].ready):
-        peek, calls = _PENDING.popleft()
+    error = None
+    while _PENDING:
+        peek, calls = _PENDING[0]
+        if not wait and not peek.ready:
+            break
+        _PENDING.popleft()
         for (count, position, value), call in zip(peek.numpy().tolist(), calls, strict=True):
-            if count and found is None:
-                found = call.table.error(call.shape, count, position, value)
-    if found is not None:
-        raise found
+            if count and error is None:
+                error = call.table.error(call.shape, count, position, value)
+    if error is not None:
+        raise error
 
 
 @contextlib.contextmanager
@@ -98,7 +101,8 @@ def collecting() -> Iterator[list[Checked]]:
     A CUDA graph computes the results, but the copy and its event can't be part of it.
     """
     global _collected
-    before, _collected = _collected, []
+    before = _collected
+    _collected = []
     try:
         yield _collected
     finally:
@@ -106,15 +110,22 @@ def collecting() -> Iterator[list[Checked]]:
 
 
 def check_later(results: torch.Tensor, calls: Sequence[Checked], ids: Sequence[str] | None = None) -> None:
-    """Copy results [N, 3] of guarded calls to the host, without waiting, for ``poll`` to look at.
+    """Copy results [N, 3] of guarded calls to the host, without waiting, for ``poll`` to check.
 
     ids : of the utterances, if they are others than in the calls, which may have them several times
     """
     if ids is not None:
-        calls = [call._replace(table=call.table._replace(ids=[*ids] * (len(call.table.ids) // max(1, len(ids)))))
-                 if call.table.ids else call for call in calls]
+        calls = [_with_ids(call, ids) for call in calls]
     poll(wait=len(_PENDING) >= MAX_PENDING)
     _PENDING.append((Peek(results), calls))
+
+
+def _with_ids(call: Checked, ids: Sequence[str]) -> Checked:
+    """Return a call with the ids of other utterances, as often as it has its own; one without ids stays without."""
+    if not call.table.ids:
+        return call
+    times = len(call.table.ids) // max(1, len(ids))
+    return call._replace(table=call.table._replace(ids=[*ids] * times))
 
 
 @_disable_dynamo
@@ -185,12 +196,12 @@ def guard_loss(loss: Any) -> Any:  # a value of hparams
 
 
 def _guarded_ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, input_lens: torch.Tensor,
-                      target_lens: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:  # as SpeechBrain's
+                      target_lens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # as SpeechBrain's
     from speechbrain.nnet.losses import ctc_loss
 
     labels = (target_lens * targets.shape[1]).round().int()
     targets = guard_indices(targets, log_probs.shape[-1], name="CTC labels", lengths=labels)
-    return ctc_loss(log_probs, targets, input_lens, target_lens, *args, **more)
+    return ctc_loss(log_probs, targets, input_lens, target_lens, *args, **kwargs)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

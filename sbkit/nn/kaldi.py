@@ -50,21 +50,25 @@ class FilterBank(nn.Module):
                  scale: float = 1.0, snip_edges: bool = True, remove_dc: bool = True, window: str = "povey",
                  mel: str = "kaldi"):
         super().__init__()
-        for name, value, known in (("window", window, _WINDOWS), ("mel", mel, _FILTERS)):
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}, but must be {' or '.join(known)}")
+        for name, value, options in (("window", window, _WINDOWS), ("mel", mel, _FILTERS)):
+            if value not in options:
+                raise ValueError(f"{name} is {value!r}, but must be {' or '.join(options)}")
         top = high if high > 0 else sample_rate / 2 + high
         if not 0 <= low < top <= sample_rate / 2:
             raise ValueError(f"the bands go from {low:g} to {top:g} Hz, but must lie between 0 and half the sample "
                              f"rate, {sample_rate / 2:g} Hz")
-        self.sample_rate, self.snip_edges, self.remove_dc = sample_rate, snip_edges, remove_dc
+        self.sample_rate = sample_rate
+        self.snip_edges = snip_edges
+        self.remove_dc = remove_dc
+        self.preemphasis = preemphasis
+        self.scale = scale
         self.settings = {"sample_rate": sample_rate, "n_mels": n_mels, "frame_length": frame_length,
                          "frame_shift": frame_shift, "low": low, "high": high, "preemphasis": preemphasis,
                          "scale": scale, "snip_edges": snip_edges, "remove_dc": remove_dc, "window": window, "mel": mel}
         """All arguments."""
-        self.size, self.hop = round(sample_rate * frame_length / 1000), round(sample_rate * frame_shift / 1000)
+        self.size = round(sample_rate * frame_length / 1000)
+        self.hop = round(sample_rate * frame_shift / 1000)
         self.bins = 1 << (self.size - 1).bit_length()
-        self.preemphasis, self.scale = preemphasis, scale
         self.first = 0 if snip_edges else self.hop // 2 - self.size // 2
         """The sample at which the first frame begins; negative: in the mirrored samples."""
         self.register_buffer("window", _WINDOWS[window](self.size).float(), persistent=False)
@@ -104,13 +108,14 @@ class FilterBank(nn.Module):
 def full_precision(signals: Tensor) -> contextlib.AbstractContextManager[object]:
     """Return a context without autocast, since spectral power exceeds the range of half precision, and without TF32."""
     kind = signals.device.type
-    wide = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
-    return wide if torch.compiler.is_compiling() else _exact(wide)
+    without_autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) \
+        else contextlib.nullcontext()
+    return without_autocast if torch.compiler.is_compiling() else _and_without_tf32(without_autocast)
 
 
 @contextlib.contextmanager
-def _exact(wide: contextlib.AbstractContextManager[object]) -> Iterator[None]:
-    with wide, without_tf32():
+def _and_without_tf32(outer: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    with outer, without_tf32():
         yield
 
 
@@ -119,11 +124,17 @@ def mirrored(signals: Tensor, lengths: Tensor, before: int, after: int) -> Tenso
 
     Where the mirrored samples end too, they are mirrored again. A negative ``before`` removes samples.
     """
-    ends, device = lengths[:, None].clamp(min=1), signals.device
+    ends = lengths[:, None].clamp(min=1)
 
-    offsets = torch.arange(after, device=device)
-    in_front, behind = (signals.gather(1, torch.minimum(places, 2 * ends - 1 - places)) for places in (
-        torch.arange(min(0, -before), 0, device=device).remainder(2 * ends), (ends + offsets).remainder(2 * ends)))
+    def mirror(places: Tensor) -> Tensor:
+        """Return the samples [B, N] at places 0 .. 2 ends - 1, of which the second half is mirrored into the first."""
+        return signals.gather(1, torch.minimum(places, 2 * ends - 1 - places))
+
+    offsets = torch.arange(after, device=signals.device)
+    places_in_front = torch.arange(min(0, -before), 0, device=signals.device).remainder(2 * ends)
+    places_behind = (ends + offsets).remainder(2 * ends)
+    in_front = mirror(places_in_front)
+    behind = mirror(places_behind)
     whole = torch.cat([in_front, signals[:, max(0, -before):], signals.new_zeros(signals.shape[0], after)], dim=1)
     return whole.scatter_(1, (ends + before).clamp(min=0) + offsets, behind)
 
@@ -177,9 +188,12 @@ def kaldi_filters(sample_rate: int, bins: int, bands: int, low: float, high: flo
 
     dtype : that of the computation
     """
-    lowest, highest = (1127.0 * math.log1p(each / 700.0) for each in (low, high))
+    lowest = 1127.0 * math.log1p(low / 700.0)  # in mel
+    highest = 1127.0 * math.log1p(high / 700.0)
     step = (highest - lowest) / (bands + 1)
-    left, centre, right = (lowest + torch.arange(first, first + bands, dtype=dtype) * step for first in (0.0, 1.0, 2.0))
+    left = lowest + torch.arange(0.0, bands, dtype=dtype) * step
+    centre = lowest + torch.arange(1.0, 1.0 + bands, dtype=dtype) * step
+    right = lowest + torch.arange(2.0, 2.0 + bands, dtype=dtype) * step
     places = 1127.0 * (1.0 + torch.arange(bins // 2 + 1, dtype=dtype) * (sample_rate / bins) / 700.0).log()[:, None]
     filters = torch.minimum((places - left) / (centre - left), (right - places) / (right - centre)).clamp(min=0.0)
     filters[-1] = 0.0
@@ -189,8 +203,10 @@ def kaldi_filters(sample_rate: int, bins: int, bands: int, low: float, high: flo
 def slaney_filters(sample_rate: int, bins: int, bands: int, low: float, high: float) -> Tensor:
     """Make filters [bins / 2 + 1, bands] that are triangles in Hertz, of equal area, spaced as in Slaney's toolbox:
     evenly up to 1 kHz, then by a constant factor."""
-    first, last = (hertz / _LINEAR if hertz < 1000.0 else _BEND + math.log(hertz / 1000.0) / _FACTOR
-                   for hertz in (low, high))
+    def in_mels(hertz: float) -> float:
+        return hertz / _LINEAR if hertz < 1000.0 else _BEND + math.log(hertz / 1000.0) / _FACTOR
+
+    first, last = in_mels(low), in_mels(high)
     mels = first + torch.arange(bands + 2, dtype=torch.float64) * ((last - first) / (bands + 1))
     hertz = torch.where(mels < _BEND, mels * _LINEAR, 1000.0 * ((mels - _BEND) * _FACTOR).exp())
     left, centre, right = hertz[:-2], hertz[1:-1], hertz[2:]

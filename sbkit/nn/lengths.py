@@ -47,16 +47,17 @@ class LengthRule:
     def probe(cls, module: torch.nn.Module, features: int) -> LengthRule:
         """Determine the rule of ``module``, which maps [B, T, features] to [B, T', ...]."""
         # Computing so few frames is ten times faster than working out their shapes on the meta device.
-        device = "meta" if any(each.is_meta for each in (*module.parameters(), *module.buffers())) else "cpu"
+        is_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        device = "meta" if is_meta else "cpu"
         twin = copy.deepcopy(module).to(device).eval()
         outputs, width = [0], None
         with torch.no_grad():
             for frames in range(1, _PROBED):
                 try:
-                    found = twin(torch.zeros(1, frames, features, device=device))
-                    found = found[0] if isinstance(found, tuple) else found
-                    outputs.append(found.shape[1])
-                    width = found[0, 0].numel()
+                    states = twin(torch.zeros(1, frames, features, device=device))
+                    states = states[0] if isinstance(states, tuple) else states
+                    outputs.append(states.shape[1])
+                    width = states[0, 0].numel()
                 except (RuntimeError, ValueError):  # shorter than a kernel or its reflected padding
                     outputs.append(0)
                 if frames == _FIRST and all(outputs[_FIRST // 3:]):  # a 0 may be of an input that is too short
@@ -99,13 +100,13 @@ def centred(x: torch.Tensor, inside: torch.Tensor, count: torch.Tensor, dim: int
 
 def takes_lengths(module: torch.nn.Module) -> bool:
     """Whether a module's forward has a second positional argument, for lengths."""
-    places = [p for p in inspect.signature(getattr(module, "forward", module)).parameters.values()
-              if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(places) > 1
+    parameters = inspect.signature(getattr(module, "forward", module)).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1
 
 
 def feature_frames(features: torch.nn.Module, samples: N, hop: int) -> N:
     """Return the number of feature frames for a number of samples: by the layer's method ``frames`` if it has one,
     otherwise one for each ``hop`` samples, plus one."""
-    own = getattr(features, "frames", None)
-    return samples // hop + 1 if own is None else own(samples)
+    count_frames = getattr(features, "frames", None)
+    return samples // hop + 1 if count_frames is None else count_frames(samples)

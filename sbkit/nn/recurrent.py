@@ -25,7 +25,7 @@ MASK = "src_key_padding_mask"
 
 
 def _frames(lengths: Tensor, x: Tensor) -> Tensor:
-    """The numbers of frames [B] of ``x`` [B, T, ...] by relative lengths."""
+    """Return the numbers of frames [B] of ``x`` [B, T, ...] for relative lengths [B]."""
     # As SpeechBrain, without the last incomplete frame after pooling; rounding in fp32 must not drop a whole one.
     return (lengths * x.shape[1] + 0.01).long()
 
@@ -52,8 +52,8 @@ class _Torch(nn.Module):
                 ) -> tuple[Tensor, object]:
         rnn = self.rnn
         if lengths is None or hx is not None:
-            given: tuple[Tensor, object] = super().forward(x, hx, lengths)
-            return given
+            output: tuple[Tensor, object] = super().forward(x, hx, lengths)
+            return output
         if not rnn.bidirectional:  # padding comes after all that counts
             return super().forward(x)[0], None
         x = x.flatten(2)
@@ -61,17 +61,22 @@ class _Torch(nn.Module):
             if layer:
                 x = functional.dropout(x, rnn.dropout, self.training)
             start = x.new_zeros(1, x.shape[0], rnn.hidden_size)
-            directions = []
-            for end in (f"_l{layer}", f"_l{layer}_reverse"):
-                backward = end.endswith("reverse")
-                names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if rnn.bias else ()))
-                out = _KERNELS[rnn.mode](reverse(x, lengths) if backward else x,
-                                         (start, start) if rnn.mode == "LSTM" else start,
-                                         [getattr(rnn, name + end) for name in names],
-                                         rnn.bias, 1, 0.0, self.training, False, True)[0]
-                directions.append(reverse(out, lengths) if backward else out)
-            x = torch.cat(directions, dim=2)
+            onward = self._direction(x, start, f"_l{layer}")
+            backward = reverse(self._direction(reverse(x, lengths), start, f"_l{layer}_reverse"), lengths)
+            x = torch.cat([onward, backward], dim=2)
         return x, None
+
+    def _direction(self, x: Tensor, start: Tensor, suffix: str) -> Tensor:
+        """Run one direction of a layer: [B, T, D] and the initial state to [B, T, hidden_size].
+
+        suffix : of its parameters' names
+        """
+        rnn = self.rnn
+        names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if rnn.bias else ()))
+        parameters = [getattr(rnn, name + suffix) for name in names]
+        outputs, *_ = _KERNELS[rnn.mode](x, (start, start) if rnn.mode == "LSTM" else start, parameters,
+                                         rnn.bias, 1, 0.0, self.training, False, True)
+        return outputs
 
 
 class _LightGRULayer(nn.Module):
@@ -81,14 +86,14 @@ class _LightGRULayer(nn.Module):
 
     def forward(self, x: Tensor, hx: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         if lengths is None or not self.bidirectional:
-            found: Tensor = super().forward(x, hx)
-            return found
+            output: Tensor = super().forward(x, hx)
+            return output
         self.bidirectional = False  # SpeechBrain's forward computes both directions as one batch, too
         try:
-            one, other = super().forward(torch.cat([x, reverse(x, lengths)]), hx).chunk(2)
+            onward, backward = super().forward(torch.cat([x, reverse(x, lengths)]), hx).chunk(2)
         finally:
             self.bidirectional = True
-        return torch.cat([one, reverse(other, lengths)], dim=2)
+        return torch.cat([onward, reverse(backward, lengths)], dim=2)
 
 
 class _LightGRU(nn.Module):
@@ -98,8 +103,8 @@ class _LightGRU(nn.Module):
 
     def forward(self, x: Tensor, hx: Tensor | None = None, lengths: Tensor | None = None) -> tuple[Tensor, object]:
         if lengths is None or hx is not None:
-            given: tuple[Tensor, object] = super().forward(x, hx)
-            return given
+            output: tuple[Tensor, object] = super().forward(x, hx)
+            return output
         x = x.flatten(2)
         for layer in self.rnn:
             x = layer(x, lengths=lengths)
@@ -112,7 +117,10 @@ class _Container(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         for layer in _inside(self):
             name = lengths_name(layer)
-            x = layer(x) if name is None or lengths is None else layer(x, **{name: _given(name, lengths, x)})
+            if name is None or lengths is None:
+                x = layer(x)
+            else:
+                x = layer(x, **{name: _argument(name, lengths, x)})
             x = x[0] if isinstance(x, tuple) else x
         return x
 
@@ -147,22 +155,26 @@ def take_lengths(encoder: nn.Module) -> bool:
     """
     kind = _FORWARDS.get(type(encoder).forward)
     if kind is not None:
-        own: Any = type(encoder)  # mypy takes a class of modules for a module, whose hash takes no object
-        encoder.__class__ = with_lengths(own)
-    for layer in _inside(encoder) if isinstance(encoder, _Container) else \
-            encoder.rnn if isinstance(encoder, _LightGRU) else ():
+        replaced: Any = type(encoder)  # mypy takes a class of modules for a module, whose hash takes no object
+        encoder.__class__ = with_lengths(replaced)
+    layers: Iterable[nn.Module] = ()
+    if isinstance(encoder, _Container):
+        layers = _inside(encoder)
+    elif isinstance(encoder, _LightGRU):
+        layers = encoder.rnn
+    for layer in layers:
         take_lengths(layer)
     return isinstance(encoder, _Container)
 
 
 @functools.cache
 def _name_in(forward: Callable[..., object]) -> str | None:
-    known = inspect.signature(forward).parameters
-    return next((name for name in (*LENGTHS_ARG_NAMES, MASK) if name in known), None)
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in (*LENGTHS_ARG_NAMES, MASK) if name in parameters), None)
 
 
-def _given(name: str, lengths: Tensor, x: Tensor) -> Tensor:
-    """Relative lengths as an argument of this name."""
+def _argument(name: str, lengths: Tensor, x: Tensor) -> Tensor:
+    """Return relative lengths as an argument of this name."""
     return lengths if name != MASK else ~lengths_to_mask(_frames(lengths, x), x.shape[1])
 
 
@@ -194,9 +206,12 @@ def call(encoder: nn.Module, x: Tensor, frames: Tensor, guard: int = 0, factor: 
     if guard or factor > 1:
         x = functional.pad(x, (0, 0, 0, guard + factor - 1))
         x = x[:, :x.shape[1] // factor * factor]
-    if by_name(encoder) and (name := lengths_name(encoder)) is not None:
-        found = encoder(x, **{name: _given(name, frames / x.shape[1], x)})
+    name = lengths_name(encoder) if by_name(encoder) else None
+    if name is not None:
+        output = encoder(x, **{name: _argument(name, frames / x.shape[1], x)})
+    elif sees_lengths(encoder):
+        output = encoder(x, frames)
     else:
-        found = encoder(x, frames) if sees_lengths(encoder) else encoder(x)
-    states: Tensor = found[0] if isinstance(found, tuple) else found
+        output = encoder(x)
+    states: Tensor = output[0] if isinstance(output, tuple) else output
     return states

@@ -39,24 +39,27 @@ class ECAPA(lobes.ECAPA_TDNN):
     def forward(self, feats: Tensor, frames: Tensor) -> Tensor:
         mask = lengths_to_mask(frames, feats.shape[1])[:, None]
         first, *layers = self.blocks
-        x, found = _block(first, feats.transpose(1, 2), frames), []
+        x = _block(first, feats.transpose(1, 2), frames)
+        states = []
         for layer in layers:  # each: Res2Net, then squeeze-and-excitation
-            kept = x if layer.shortcut is None else layer.shortcut(x)
+            residual = x if layer.shortcut is None else layer.shortcut(x)
             group, *parts = _block(layer.tdnn1, x, frames).chunk(layer.res2net_block.scale, 1)
             groups = [group]
             for number, (block, part) in enumerate(zip(layer.res2net_block.blocks, parts, strict=True)):
                 groups.append(_block(block, part + groups[-1] if number else part, frames))
-            x, squeeze = _block(layer.tdnn2, torch.cat(groups, 1), frames), layer.se_block
+            x = _block(layer.tdnn2, torch.cat(groups, 1), frames)
+            squeeze = layer.se_block
             mean = (x * mask).sum(2, keepdim=True) / mask.sum(2, keepdim=True)
-            x = squeeze.sigmoid(squeeze.conv2(squeeze.relu(squeeze.conv1(mean)))) * x + kept
-            found.append(x)
+            x = squeeze.sigmoid(squeeze.conv2(squeeze.relu(squeeze.conv1(mean)))) * x + residual
+            states.append(x)
         # Attention-weighted means and deviations of channels: [B, C, T] -> [B, 2 C, 1].
-        x = _block(self.mfa, torch.cat(found, 1), frames)
-        pooling, seen = self.asp, x
+        x = _block(self.mfa, torch.cat(states, 1), frames)
+        pooling = self.asp
+        with_context = x
         if pooling.global_context:
             whole = torch.cat(_statistics(x, mask / mask.sum(2, keepdim=True)), 1)
-            seen = torch.cat([x, whole[..., None].expand(-1, -1, x.shape[2])], 1)
-        scores = pooling.conv(pooling.tanh(pooling.tdnn(seen)))
+            with_context = torch.cat([x, whole[..., None].expand(-1, -1, x.shape[2])], 1)
+        scores = pooling.conv(pooling.tanh(pooling.tdnn(with_context)))
         weights = scores.float().masked_fill(~mask, -torch.inf).softmax(2)
         return self.fc(self.asp_bn(torch.cat(_statistics(x, weights), 1)[..., None]))[..., 0]
 
@@ -78,7 +81,8 @@ class XVector(Xvector):
         *layers, _, last = self.blocks
         for layer in layers:
             x = _convolved(layer, x, frames) if isinstance(layer, Conv1d) else getattr(layer, "norm", layer)(x)
-        mask, count = lengths_to_mask(frames, x.shape[2])[:, None], frames[:, None].float()
+        mask = lengths_to_mask(frames, x.shape[2])[:, None]
+        count = frames[:, None].float()
         mean, deviation = _statistics(x, mask / count[..., None])
         unbiased = deviation * (count / (count - 1).clamp(min=1)).sqrt()
         return last(torch.cat([mean, unbiased + _EPSILON], 1))
@@ -95,7 +99,8 @@ def _convolved(conv: Conv1d, x: Tensor, frames: Tensor) -> Tensor:
     reach = inner.dilation[0] * (inner.kernel_size[0] - 1) // 2
     if not reach:
         return inner(x)
-    behind, ends = torch.arange(reach, device=x.device), frames[:, None]
+    behind = torch.arange(reach, device=x.device)
+    ends = frames[:, None]
     mirror = torch.cat([torch.minimum(reach - behind, ends - 1), (ends - 2 - behind).clamp(min=0)], 1)
     before, after = x.gather(2, mirror[:, None].expand(-1, x.shape[1], -1)).split(reach, 2)
     place = (ends + reach + behind)[:, None].expand(-1, x.shape[1], -1)

@@ -46,13 +46,15 @@ class SpecAugment(nn.Module):
                 raise ValueError(f"{name} is {value}, but must not be below 0")
         if fill not in ("mean", "zero"):
             raise ValueError(f"fill is {fill!r}, but must be mean or zero")
-        self.time_masks, self.time_share = time_masks, time_share
-        self.frequency_masks, self.frequency_width = frequency_masks, frequency_width
-        if ramp is not None and not (
-                isinstance(ramp, Sequence) and len(ramp) == 2 and all(isinstance(each, (int, float)) for each in ramp)
-                and 0 <= ramp[0] <= ramp[1] <= 1):
+        if ramp is not None and not _is_ramp(ramp):
             raise ValueError(f"ramp is {ramp!r}, not two shares between 0 and 1, the smaller one first")
-        self.time_warp, self.fill, self.ramp = time_warp, fill, ramp
+        self.time_masks = time_masks
+        self.time_share = time_share
+        self.frequency_masks = frequency_masks
+        self.frequency_width = frequency_width
+        self.time_warp = time_warp
+        self.fill = fill
+        self.ramp = ramp
         # What limits a time mask, a band and the warp. Products are rounded once, by the host.
         self._limits = DeviceNumbers([time_share, 1.0, time_warp])
 
@@ -123,6 +125,12 @@ class SpecAugment(nn.Module):
         return (f"time_masks={self.time_masks}, time_share={self.time_share}, "
                 f"frequency_masks={self.frequency_masks}, frequency_width={self.frequency_width}, "
                 f"time_warp={self.time_warp}, ramp={self.ramp}")
+
+
+def _is_ramp(ramp: object) -> bool:
+    if not isinstance(ramp, Sequence) or len(ramp) != 2 or not all(isinstance(share, (int, float)) for share in ramp):
+        return False
+    return 0 <= ramp[0] <= ramp[1] <= 1
 
 
 def _spans(draw: Tensor, sizes: Tensor, widest: Tensor, size: int) -> Tensor:

@@ -46,7 +46,8 @@ class _Normalised(torch.autograd.Function):
         count = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float32, device=x.device)
         sums = torch.cat([x.sum(dims, dtype=torch.float32), count])
         dist.all_reduce(sums)
-        mean, count = sums[:-1] / sums[-1], sums[-1:]
+        mean = sums[:-1] / sums[-1]
+        count = sums[-1:]
         squares = (x.float() - _wide(mean, x)).square().sum(dims)
         dist.all_reduce(squares)
         variance = squares / count
@@ -60,17 +61,21 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor,  # as above
                  *_: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight, mean, variance, count = ctx.saved_tensors
-        dims, wide = [0, *range(2, x.dim())], gradient.float()
+        dims = [0, *range(2, x.dim())]
+        of_output = gradient.float()
         scale = (variance + ctx.eps).rsqrt()
         normalised = (x.float() - _wide(mean, x)) * _wide(scale, x)
-        own = torch.stack([wide.sum(dims), (wide * normalised).sum(dims)])
-        sums = own.clone()
+        sums_here = torch.stack([of_output.sum(dims), (of_output * normalised).sum(dims)])
+        sums = sums_here.clone()
         dist.all_reduce(sums)
         factor = scale if weight is None else scale * weight
-        of_input = (wide - _wide(sums[0] / count, x) - normalised * _wide(sums[1] / count, x)) * _wide(factor, x)
-        return of_input.to(x.dtype), None if weight is None else own[1], None if weight is None else own[0], None
+        of_input = (of_output - _wide(sums[0] / count, x) - normalised * _wide(sums[1] / count, x)) * _wide(factor, x)
+        if weight is None:
+            return of_input.to(x.dtype), None, None, None
+        of_bias, of_weight = sums_here  # of this rank, as all gradients of parameters, which the exchange sums
+        return of_input.to(x.dtype), of_weight, of_bias, None
 
 
 def _wide(values: Tensor, x: Tensor) -> Tensor:
-    """Values of channels [C] that broadcast with [B, C, ...]."""
+    """Return values of channels [C] in a shape that broadcasts with ``x`` [B, C, ...]."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

@@ -33,7 +33,10 @@ class TransducerHead(nn.Module):
         for name, value, maximum in (("size", size, MAX_SIZE), ("context", context, MAX_CONTEXT)):
             if not 1 <= value <= maximum:
                 raise SbkitError(f"{name} is {value}", hint=f"use 1 to {maximum}")
-        self.vocabulary, self.size, self.context, self.blank = vocabulary, size, context, blank
+        self.vocabulary = vocabulary
+        self.size = size
+        self.context = context
+        self.blank = blank
         self.of_encoder = nn.Linear(encoder_size, size)
         self.embedding = nn.Embedding(vocabulary, size)
         self.convolution = nn.Conv1d(size, size, context, groups=math.gcd(size, max(1, size // 4)), bias=False)
@@ -103,7 +106,8 @@ class _NegLogLikelihood(torch.autograd.Function):
         of_silent = ((before + silent + following - here).exp() * inside).to(logits.dtype)
         of_label = functional.pad((before[:, :, :-1] + label + after[:, :, 1:] - here).exp().to(logits.dtype), (0, 1))
         scale = grads[0][:, None, None]
-        of_silent, of_label = of_silent * scale, of_label * scale
+        of_silent = of_silent * scale
+        of_label = of_label * scale
         grad = (logits - total[..., None]).exp_().mul_((of_silent + of_label)[..., None])
         grad[..., ctx.blank] -= of_silent
         index = functional.pad(targets, (0, 1), value=ctx.blank)[:, None, :, None].expand(-1, logits.shape[1], -1, 1)

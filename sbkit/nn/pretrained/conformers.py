@@ -76,7 +76,8 @@ class Conformer(Network):
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         """[B, S], [B] -> [B, T, D]."""
-        signals, samples = padded(signals, self.min_samples), at_least(samples, self.min_samples)
+        signals = padded(signals, self.min_samples)
+        samples = at_least(samples, self.min_samples)
         counts = self.feature_frames(samples)
         with full_precision(signals):
             feats = self.features(signals.float(), samples)

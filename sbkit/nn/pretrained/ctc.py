@@ -81,9 +81,9 @@ class CTCModel:
     def head(self) -> dict[str, str]:
         """Return the names of the head's weight [V, D] and bias [V]; raises if it has none."""
         for name in source.HEADS:
-            found = {part: name + part for part in ("weight", "bias") if name + part in self.files.shapes}
-            if len(found) == 2:
-                return found
+            names = {part: name + part for part in ("weight", "bias") if name + part in self.files.shapes}
+            if len(names) == 2:
+                return names
         kind = self.settings.config["model_type"]
         raise SbkitError(f"{self.source} is a model of transformers ({kind}) without a CTC head",
                          hint="a recipe with a pretrained encoder, such as hparams/finetune.yaml, takes it as "
@@ -97,53 +97,53 @@ class CTCModel:
         return source.find(self.source, source.CONFIG).parent
 
     @cached_property
-    def _room(self) -> tempfile.TemporaryDirectory[str]:
+    def _safe_folder(self) -> tempfile.TemporaryDirectory[str]:
         """A folder that transformers may open: links to its files, but of settings only plain values in ranges.
 
         The files may be a stranger's: a key such as ``_attn_implementation`` fetches code, and numbers take memory.
         """
-        room, folder, rows = tempfile.TemporaryDirectory(), self.folder, self.files.shapes[self.head()["weight"]][0]
+        safe = tempfile.TemporaryDirectory()
+        rows, *_ = self.files.shapes[self.head()["weight"]]
+        settings = self._safe_settings(rows)
+        for name in _TOKENIZER_FILES:
+            path = self.folder / name
+            if not path.is_file() or name.endswith(".model"):
+                continue
+            values = source.read_object(path)
+            _check_entries(values, path, rows)
+            if name == _TOKENIZER_FILES[0]:
+                settings[name] = plain_values(values, _TOKENIZER, str(path))
+        for name, values in settings.items():
+            if values:
+                Path(safe.name, name).write_text(json.dumps(values), encoding="utf-8")
+        others = [self.folder / name for name in (*source.WEIGHTS, *_TOKENIZER_FILES)]
+        for path in (*source.weights(self.source), *others):
+            if path.is_file() and not Path(safe.name, path.name).exists():
+                Path(safe.name, path.name).symlink_to(path.absolute())
+        return safe
+
+    def _safe_settings(self, rows: int) -> dict[str, dict[str, Any]]:
+        """Return the contents of its config and of its feature extractor's, by file; ``rows``: of the head."""
         make_config(self.settings, EncoderOptions())  # refuses what sbkit doesn't know
-        kind, where = self.settings.config["model_type"], f"the config.json of {self.source}"
-        config = {"model_type": kind, **plain_values(self.settings.config, ENCODER_VALUES, where)}
+        kind = self.settings.config["model_type"]
+        values = plain_values(self.settings.config, ENCODER_VALUES, f"the config.json of {self.source}")
+        config: dict[str, Any] = {"model_type": kind, **values}
         if kind.endswith("_encoder"):  # its head has a config around the encoder's
             config = {"model_type": kind.replace("_encoder", "_ctc"), "encoder_config": config}
         config |= {"vocab_size": rows, "pad_token_id": 0}  # that one is only for a loss
         extractor = plain_values(self.settings.preprocessor, _EXTRACTOR, f"the feature extractor of {self.source}")
-        written = {source.CONFIG: config, source.PREPROCESSOR: extractor}
-        for name in _TOKENIZER_FILES:
-            if not (folder / name).is_file() or name.endswith(".model"):
-                continue
-            values = source.read_object(folder / name)
-            most, waiting = 4 * rows + _MORE_TOKENS, [values]
-            while waiting:
-                each = waiting.pop()
-                if isinstance(each, (dict, list)):
-                    if len(each) > most:
-                        raise SbkitError(f"{folder / name} has {len(each):,} entries for a model of {rows:,} tokens",
-                                         hint="are its tokenizer and its weights of the same model?")
-                    waiting += each if isinstance(each, list) else [
-                        inside for key, inside in each.items() if key != "merges"]
-            if name == _TOKENIZER_FILES[0]:
-                written[name] = plain_values(values, _TOKENIZER, str(folder / name))
-        for name, values in written.items():
-            if values:
-                Path(room.name, name).write_text(json.dumps(values), encoding="utf-8")
-        for path in (*source.weights(self.source), *(folder / name for name in (*source.WEIGHTS, *_TOKENIZER_FILES))):
-            if path.is_file() and not Path(room.name, path.name).exists():
-                Path(room.name, path.name).symlink_to(path.absolute())
-        return room
+        return {source.CONFIG: config, source.PREPROCESSOR: extractor}
 
     def _opened(self, auto: str, fails: str, hint: str, **options: Any) -> Any:  # each family has a class for it
         """Open its files by one of transformers' auto classes."""
         import transformers
 
-        room = self._room.name
+        folder = self._safe_folder.name
         try:
-            return getattr(transformers, auto).from_pretrained(room, trust_remote_code=False, local_files_only=True,
+            return getattr(transformers, auto).from_pretrained(folder, trust_remote_code=False, local_files_only=True,
                                                                **options)
         except Exception as error:  # of any kind, depending on the files
-            raise SbkitError(f"{fails}: {first_line(error).replace(room, str(self.folder))}", hint=hint) from error
+            raise SbkitError(f"{fails}: {first_line(error).replace(folder, str(self.folder))}", hint=hint) from error
 
     @cached_property
     def tokenizer(self) -> Any:  # each family has a class for it
@@ -162,34 +162,47 @@ class CTCModel:
             raise SbkitError(f"the tokenizer of {self.source} can't be used: {summary(error)}",
                              hint="fetch its files again") from error
 
-    def _tokens(self, own: Any, size: int) -> Tokens:  # each family has a class for it
-        known = {index for index in own.get_vocab().values() if isinstance(index, int)}
-        missing = [index for index in range(size) if index not in known]
-        beyond = sorted(index for index in known - set(own.all_special_ids) if index >= size)
-        blank = own.pad_token_id
-        if missing or beyond or blank is None or blank >= size:
-            what = f"none for {len(missing)}, such as row {missing[0]}" if missing else \
-                f"{len(beyond)} more, such as {shown(own.convert_ids_to_tokens(beyond[0]))}" if beyond else \
-                f"{shown(own.pad_token)} for the blank, which is none of them"
-            raise SbkitError(f"the tokenizer of {self.source} doesn't fit its head: that has {size} rows, but the "
-                             f"tokenizer has {what}", hint="are its tokenizer and its weights of the same model?")
-        delimiter = getattr(own, "word_delimiter_token_id", None)
-        roles = {"blank": blank} | {role: index for role in _NAMES if (
-            index := getattr(own, f"{role}_token_id")) is not None and index < size and index != blank}
-        silent = frozenset(index for index in own.all_special_ids if index < size and index != delimiter) - {blank}
-        pieces = [str(own.convert_ids_to_tokens(index)).replace(" ", _SPACE) for index in range(size)]
-        if getattr(own, "do_lower_case", False):
+    def _tokens(self, tokenizer: Any, size: int) -> Tokens:  # each family has a class for it
+        self._check_fit(tokenizer, size)
+        blank = tokenizer.pad_token_id
+        delimiter = getattr(tokenizer, "word_delimiter_token_id", None)
+        roles = {"blank": blank}
+        for role in _NAMES:
+            index = getattr(tokenizer, f"{role}_token_id")
+            if index is not None and index < size and index != blank:
+                roles[role] = index
+        special_ids = [index for index in tokenizer.all_special_ids if index < size]
+        silent = frozenset(index for index in special_ids if index != delimiter) - {blank}
+        pieces = [str(tokenizer.convert_ids_to_tokens(index)).replace(" ", _SPACE) for index in range(size)]
+        if getattr(tokenizer, "do_lower_case", False):
             pieces = [piece.lower() for piece in pieces]
         if delimiter is not None and delimiter < size:
             pieces[delimiter] = _SPACE
         for role, name in _NAMES.items():
             if roles.get(role) in silent:
                 pieces[roles[role]] = name
-        model = json.loads(own.backend_tokenizer.to_str())["model"] if own.is_fast else {}  # one with pieces
+        model = json.loads(tokenizer.backend_tokenizer.to_str())["model"] if tokenizer.is_fast else {}
         if model.get("type") == "Unigram" or not model:
             return Tokens(pieces, roles, silent, dict(model.get("vocab", {})))
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", ())]
-        return Tokens(pieces, roles, silent, {"".join(pair): -float(rank) for rank, pair in enumerate(pairs)}, True)
+        scores = {"".join(pair): -float(rank) for rank, pair in enumerate(pairs)}
+        return Tokens(pieces, roles, silent, scores, merges=True)
+
+    def _check_fit(self, tokenizer: Any, size: int) -> None:  # each family has a class for it
+        """Raise unless a tokenizer has a token for each row of the head, and no others, and a blank among them."""
+        known = {index for index in tokenizer.get_vocab().values() if isinstance(index, int)}
+        missing = [index for index in range(size) if index not in known]
+        beyond = sorted(index for index in known - set(tokenizer.all_special_ids) if index >= size)
+        if missing:
+            problem = f"none for {len(missing)}, such as row {missing[0]}"
+        elif beyond:
+            problem = f"{len(beyond)} more, such as {shown(tokenizer.convert_ids_to_tokens(beyond[0]))}"
+        elif tokenizer.pad_token_id is None or tokenizer.pad_token_id >= size:
+            problem = f"{shown(tokenizer.pad_token)} for the blank, which is none of them"
+        else:
+            return
+        raise SbkitError(f"the tokenizer of {self.source} doesn't fit its head: that has {size} rows, but the "
+                         f"tokenizer has {problem}", hint="are its tokenizer and its weights of the same model?")
 
     def own_code(self, frames: Callable[[int], int]) -> Callable[[np.ndarray], tuple[np.ndarray, str]]:
         """Return transformers' own model and tokenizer, from a waveform [S] to log-probabilities [T, V] and text.
@@ -200,7 +213,10 @@ class CTCModel:
         extractor = self._opened("AutoFeatureExtractor", *refused)
         model = self._opened("AutoModelForCTC", *refused, dtype=torch.float32).eval()
         adapted = self.settings.config.get("add_adapter")
-        own, silent = self.tokenizer, [self.tokenizer.convert_ids_to_tokens(index) for index in self.tokens.silent]
+        tokenizer = self.tokenizer
+        silent = [tokenizer.convert_ids_to_tokens(index) for index in self.tokens.silent]
+        if getattr(tokenizer, "do_lower_case", False):
+            silent = [token.lower() for token in silent]
 
         @torch.no_grad()
         def run(signal: np.ndarray) -> tuple[np.ndarray, str]:
@@ -209,12 +225,12 @@ class CTCModel:
                 if adapted and "input_features" in inputs:  # without padding, which an adapter would see
                     inputs = {name: value[:, :int(inputs["attention_mask"].sum())] for name, value in inputs.items()}
                 scores = model(**inputs).logits[0, :frames(len(signal))].log_softmax(-1)
-                text = own.decode(scores.argmax(-1).tolist(), clean_up_tokenization_spaces=False)
+                text = tokenizer.decode(scores.argmax(-1).tolist(), clean_up_tokenization_spaces=False)
             except Exception as error:  # of any kind, if its files don't fit each other
                 raise SbkitError(f"transformers itself can't run {self.source}: {summary(error)}",
                                  hint="are its config.json and preprocessor_config.json of one model?") from error
             for token in silent:
-                text = text.replace(token.lower() if getattr(own, "do_lower_case", False) else token, "")
+                text = text.replace(token, "")
             return scores.numpy(), text
 
         return run
@@ -226,7 +242,24 @@ class CTCModel:
         """
         heads = {name: f"head.{part}" for part, name in self.head().items()}
         names = {name: heads.get(name, f"encoder.{name}") for name in self.files.shapes}
-        found = {new: torch.empty(self.files.shapes[name], device="meta") if shapes else self.files[name]
-                 for name, new in names.items()}
-        found["head.weight"] = found["head.weight"].flatten(1)  # a convolution's, in some families
-        return found
+        tensors = {new: torch.empty(self.files.shapes[name], device="meta") if shapes else self.files[name]
+                   for name, new in names.items()}
+        tensors["head.weight"] = tensors["head.weight"].flatten(1)  # a convolution's, in some families
+        return tensors
+
+
+def _check_entries(values: object, path: Path, rows: int) -> None:
+    """Raise if a tokenizer's file has a list or an object of far more entries than a model of ``rows`` tokens has."""
+    most = 4 * rows + _MORE_TOKENS
+    unchecked = [values]
+    while unchecked:
+        value = unchecked.pop()
+        if not isinstance(value, (dict, list)):
+            continue
+        if len(value) > most:
+            raise SbkitError(f"{path} has {len(value):,} entries for a model of {rows:,} tokens",
+                             hint="are its tokenizer and its weights of the same model?")
+        if isinstance(value, list):
+            unchecked += value
+        else:
+            unchecked += [item for key, item in value.items() if key != "merges"]

@@ -61,32 +61,21 @@ class Encoder(nn.Module):
         super().__init__()
         if adapter_language is not None:
             check_language(adapter_language)
-        here = isinstance(source, str) and is_folder(source)
-        kept = Settings.kept(source, folder)
-        if source is None and init_from is not None and not any(Path(folder or "").glob("CKPT+*")):
-            kept = None  # an earlier start without a checkpoint may have had another init_from
-        copy = kept or (None if here else Settings.of_run(source, init_from))
-        settings = copy
-        if settings is None:
-            named = source if isinstance(source, str) and source else \
-                str(init_from) if init_from is not None and names_model(str(init_from)) else ""
-            if not named:
-                problem = "source names no pretrained encoder" if init_from is None else \
-                    f"source names no pretrained encoder, and {init_from} is no run with a copy of an encoder's config"
-                raise SbkitError(problem, hint="give its folder, or its name on the Hugging Face Hub: --encoder_source "
-                                 "owner/name")
-            settings = Settings.of(named)
-        self.settings, self.folder = settings, folder
+        is_local = isinstance(source, str) and is_folder(source)
+        copy = self._copied_settings(source, folder, init_from, is_local)
+        self.settings = Settings.of(_model_named(source, init_from)) if copy is None else copy
+        self.folder = folder
         if adapter_language is not None:
             self.settings = replace(self.settings, adapter_language=adapter_language)
         self.options = EncoderOptions(freeze_front, layers, dropout, mask_time_prob, mask_time_length,
                                       mask_feature_prob, mask_feature_length, whole_window, add_adapter)
-        there, headed = bool(self.settings.config.get("add_adapter")), init_from and names_model(str(init_from))
-        if there != add_adapter and (add_adapter or headed):
-            raise SbkitError(f"{self.source} has {'' if there else 'no '}layers between encoder and head (add_adapter)",
-                             hint=f"--encoder.add_adapter {str(there).lower()}")
+        has_adapter = bool(self.settings.config.get("add_adapter"))
+        takes_head = bool(init_from) and names_model(str(init_from))
+        if has_adapter != add_adapter and (add_adapter or takes_head):
+            raise SbkitError(f"{self.source} has {'' if has_adapter else 'no '}layers between encoder and head "
+                             "(add_adapter)", hint=f"--encoder.add_adapter {str(has_adapter).lower()}")
         shapes = None
-        if copy is None and (here or (source is None and headed)):
+        if copy is None and (is_local or (source is None and takes_head)):
             shapes = tensors.TensorFiles(weights(self.source), network_class(self.settings).prefixes).shapes
         self.network = build_network(self.settings, self.options, shapes)
         self.width = self.network.width
@@ -98,8 +87,19 @@ class Encoder(nn.Module):
                              hint="it is for models of MMS, whose config.json has adapter_attn_dim; write null")
         self.reinitialised: frozenset[str] = frozenset()
         """The names of tensors that the source lacks, once it was checked."""
-        if copy is None and here:  # on this machine, so problems are reported at once
+        if copy is None and is_local:  # so problems are reported at once
             self.check_source()
+
+    @staticmethod
+    def _copied_settings(source: str | None, folder: str | Path | None, init_from: str | Path | None,
+                         is_local: bool) -> Settings | None:
+        """Return the settings that this run, or the run that it starts from, has a copy of; None if there is none."""
+        copy = Settings.kept(source, folder)
+        if source is None and init_from is not None and not any(Path(folder or "").glob("CKPT+*")):
+            copy = None  # an earlier start without a checkpoint may have had another init_from
+        if copy is None and not is_local:
+            copy = Settings.of_run(source, init_from)
+        return copy
 
     def extra_repr(self) -> str:
         """Format the options that its layers don't show, and that affect the memory of a step."""
@@ -133,13 +133,14 @@ class Encoder(nn.Module):
 
     def check_source(self) -> tuple[tensors.TensorFiles, list[str]]:
         """Return the source's tensors, after checking that they fit, and lines to log about them."""
-        paths, language = weights(self.source), self.adapter_language
-        if language is not None:
-            paths.append(source.adapter(self.source, language))
-            own = tensors.TensorFiles(paths[-1:], self.network.prefixes)
-            if missing := self._adapters() - own.shapes.keys():
-                raise SbkitError(f"{paths[-1]} lacks {len(missing)} tensors of the adapters, such as {min(missing)}",
+        paths = weights(self.source)
+        if self.adapter_language is not None:
+            path = source.adapter(self.source, self.adapter_language)
+            missing = self._adapters() - tensors.TensorFiles([path], self.network.prefixes).shapes.keys()
+            if missing:
+                raise SbkitError(f"{path} lacks {len(missing)} tensors of the adapters, such as {min(missing)}",
                                  hint="is it of this model? if the download is incomplete, download it again")
+            paths.append(path)
         files = tensors.TensorFiles(paths, self.network.prefixes)
         lines = tensors.check(self.network, files, self.source)
         lines += self.notes()
@@ -151,9 +152,12 @@ class Encoder(nn.Module):
 
     def notes(self, trains: bool = True) -> list[str]:
         """Return lines to log about options that differ from the source's config, or that were chosen."""
-        dropped, language = trains and self.settings.config.get("layerdrop"), self.adapter_language
-        lines = [f"layerdrop is 0 instead of the config's {shown(dropped)}: no layer is skipped"] if dropped else []
+        lines = []
+        layerdrop = self.settings.config.get("layerdrop")
+        if trains and layerdrop:
+            lines.append(f"layerdrop is 0 instead of the config's {shown(layerdrop)}: no layer is skipped")
         if self._adapters():
+            language = self.adapter_language
             lines.append(f"adapters of {language}" if language else "the model's own adapters, of no language")
         return lines
 
@@ -231,6 +235,18 @@ class Weights:
         encoder.keep()
         encoder.check_source()  # so that problems are reported before a corpus is prepared
         return {"encoder": encoder.source}
+
+
+def _model_named(source: str | None, init_from: str | Path | None) -> str:
+    """Return the pretrained model that ``source``, or otherwise ``init_from``, names; raises if neither does."""
+    if isinstance(source, str) and source:
+        return source
+    if init_from is not None and names_model(str(init_from)):
+        return str(init_from)
+    problem = "source names no pretrained encoder"
+    if init_from is not None:
+        problem += f", and {init_from} is no run with a copy of an encoder's config"
+    raise SbkitError(problem, hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")
 
 
 def network_class(settings: Settings) -> type[Network]:

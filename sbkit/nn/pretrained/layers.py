@@ -81,7 +81,8 @@ class GatedAttention(_Replacement):
         """States [B, T, D] to the same, with the bias by distance [H, T, T], which is shared by all layers."""
         states = hidden_states
         if position_bias is None:  # half of the buckets have one distance each, the others grow
-            time, exact = torch.arange(states.shape[1], device=states.device), self.buckets // 2
+            time = torch.arange(states.shape[1], device=states.device)
+            exact = self.buckets // 2
             distance = time[None, :] - time[:, None]
             far = distance.abs()
             wide = exact + (torch.log(far.float() / exact) / math.log(self.max_distance / exact)
@@ -89,8 +90,8 @@ class GatedAttention(_Replacement):
             bucket = torch.where(far < exact, far, wide.clamp(max=self.buckets - 1)) + (distance > 0) * self.buckets
             position_bias = cast(Tensor, self.rel_attn_embed(bucket)).permute(2, 0, 1)
         gates = self.gru_rel_pos_linear(states.unflatten(-1, self.heads).transpose(1, 2))
-        one, other = torch.sigmoid(gates.unflatten(-1, (2, 4)).sum(-1)).chunk(2, dim=-1)
-        gate = one * (other * self.gru_rel_pos_const - 1.0) + 2.0
+        update, reset = torch.sigmoid(gates.unflatten(-1, (2, 4)).sum(-1)).chunk(2, dim=-1)
+        gate = update * (reset * self.gru_rel_pos_const - 1.0) + 2.0
         query, key, value = (layer(states).unflatten(-1, self.heads).transpose(1, 2)
                              for layer in (self.q_proj, self.k_proj, self.v_proj))
         bias = (gate * position_bias).to(query.dtype)

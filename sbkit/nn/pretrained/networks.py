@@ -40,8 +40,8 @@ class MaskSpans:
     @classmethod
     def of(cls, config: dict[str, Any], axis: str, share: float | None, length: int | None) -> MaskSpans:
         """Use a recipe's values for an axis (``time`` or ``feature``), or the encoder's config if they are None."""
-        own = config.get(f"mask_{axis}_prob", 0.0) if config.get("apply_spec_augment", True) else 0.0
-        share = own if share is None else share
+        if share is None:
+            share = config.get(f"mask_{axis}_prob", 0.0) if config.get("apply_spec_augment", True) else 0.0
         length = config.get(f"mask_{axis}_length", 10) if length is None else length
         if not 0 <= share <= 1:
             raise SbkitError(f"mask_{axis}_prob is {share}, not a share between 0 and 1")
@@ -220,7 +220,8 @@ class Wav2Vec2(Network):
 
     def _counts(self, samples: N) -> list[N]:
         """Return the number of frames after each convolution."""
-        count, counts = at_least(samples, self.min_samples), []
+        count = at_least(samples, self.min_samples)
+        counts = []
         for kernel, stride in self.strides:
             count = (count - kernel) // stride + 1
             counts.append(count)
@@ -236,10 +237,13 @@ class Wav2Vec2(Network):
             states = _convolved(self.feature_extractor.conv_layers, signals, counts)
         states = self.feature_projection(states)
         states = self.masked(states[0] if isinstance(states, tuple) else states, counts[-1])
-        inside, encoder = lengths_to_mask(counts[-1], states.shape[1]), self.encoder
+        inside = lengths_to_mask(counts[-1], states.shape[1])
         states = states.masked_fill(~inside[..., None], 0.0)
-        positions, embed = states.transpose(1, 2), encoder.pos_conv_embed
-        if (norm := getattr(embed, "batch_norm", None)) is not None:
+        encoder = self.encoder
+        embed = encoder.pos_conv_embed
+        positions = states.transpose(1, 2)
+        norm = getattr(embed, "batch_norm", None)
+        if norm is not None:
             # Always with pretraining's statistics: a batch's would include padding.
             positions = functional.batch_norm(positions, norm.running_mean, norm.running_var, norm.weight, norm.bias,
                                               eps=norm.eps)
@@ -251,11 +255,12 @@ class Wav2Vec2(Network):
             positions = embed.conv(positions)
         states = states + embed.activation(embed.padding(positions)).transpose(1, 2)
         states = encoder.dropout(states if self.norm_first else encoder.layer_norm(states))
-        more: dict[str, Tensor] = {}  # WavLM's layers pass on a bias by distance
+        arguments: dict[str, Tensor] = {}
         for layer in self.stack:
-            states = layer(states, attention_mask=inside[:, None, None], **more)
-            if isinstance(states, tuple):
-                states, more = states[0], {"position_bias": states[1]}
+            states = layer(states, attention_mask=inside[:, None, None], **arguments)
+            if isinstance(states, tuple):  # WavLM's layers pass on a bias by distance
+                states, position_bias, *_ = states
+                arguments = {"position_bias": position_bias}
         states = encoder.layer_norm(states) if self.norm_first else states
         return states if self.adapter is None else self.adapter(states, counts[-1])
 
@@ -304,7 +309,8 @@ class W2vBert(Network):
 
     def normalized_features(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Waveforms [B, S] and sample counts [B] to normalised features [B, T, 160] and frame counts [B]."""
-        signals, hop = padded(signals, self.min_samples), self.features.hop
+        signals = padded(signals, self.min_samples)
+        hop = self.features.hop
         states = (signals.shape[1] - self.min_samples) // (_STACKED * hop) + 1
         # An odd last frame has no state, but is part of an utterance's mean and variance.
         feats = self.features(functional.pad(signals, (0, hop)), count=states * _STACKED + 1)
@@ -383,17 +389,20 @@ def differences(here: Settings, there: Settings) -> list[str]:
 
     Values that only affect training, such as dropout, or the head are not compared.
     """
-    both = []
-    for settings in (here, there):
-        config = make_config(settings, EncoderOptions()).to_dict()
-        values = {name: config[name] for name in ("model_type", *_DEFINING) if name in config}
-        if "feat_extract_norm" in values:
-            values["do_normalize"] = bool(settings.preprocessor.get("do_normalize",
-                                                                    values["feat_extract_norm"] == "layer"))
-        both.append({name: list(value) if isinstance(value, tuple) else value for name, value in values.items()})
-    own, other = both
-    return [f"{name}: {other[name]} there, {value} here" for name, value in own.items()
-            if name in other and other[name] != value]
+    values_here = _defining_values(here)
+    values_there = _defining_values(there)
+    return [f"{name}: {values_there[name]} there, {value} here" for name, value in values_here.items()
+            if name in values_there and values_there[name] != value]
+
+
+def _defining_values(settings: Settings) -> dict[str, Any]:
+    """Return the values of an encoder's config that define the function of its weights."""
+    config = make_config(settings, EncoderOptions()).to_dict()
+    values = {name: config[name] for name in ("model_type", *_DEFINING) if name in config}
+    if "feat_extract_norm" in values:
+        default = values["feat_extract_norm"] == "layer"
+        values["do_normalize"] = bool(settings.preprocessor.get("do_normalize", default))
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each family has a class for it
@@ -404,11 +413,11 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
     the scores.
     """
     kind = settings.config.get("model_type")
-    known = ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert", "whisper", "parakeet_encoder", "lasr_encoder")
-    if kind not in known:
+    kinds = ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert", "whisper", "parakeet_encoder", "lasr_encoder")
+    if kind not in kinds:
         problem = f"is of an unknown kind ({shown(kind)})" if kind else "has no model_type in its config.json"
         raise SbkitError(f"the pretrained source {settings.source} {problem}",
-                         hint=f"sbkit knows {', '.join(known)}; XLS-R and MMS are wav2vec2")
+                         hint=f"sbkit knows {', '.join(kinds)}; XLS-R and MMS are wav2vec2")
     if settings.sample_rate != _RATE:
         raise SbkitError(f"the pretrained source {settings.source} takes {settings.sample_rate:,} samples a second, "
                          f"but these families take {_RATE:,}", hint="take a model that was trained at that rate")
@@ -430,13 +439,13 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
                          hint="is the file complete and unchanged?") from error
 
 
-def plain_values(found: Mapping[str, Any], ranges: Mapping[str, Any], where: str) -> dict[str, Any]:
+def plain_values(content: Mapping[str, Any], ranges: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the values of a stranger's JSON that may reach transformers; raises if one of them is out of its range.
 
     ranges : the keys that may, as in ``ENCODER_VALUES``
     where : the file, for the error
     """
-    values = {name: value for name, value in found.items() if name in ranges and value is not None}
+    values = {name: value for name, value in content.items() if name in ranges and value is not None}
     for name, value in values.items():
         if not _fits(value, ranges[name]):
             raise SbkitError(f"{where} has {name}: {shown(value)}, which no model that sbkit knows has",
@@ -447,9 +456,10 @@ def plain_values(found: Mapping[str, Any], ranges: Mapping[str, Any], where: str
 def _fits(value: object, what: Any) -> bool:  # as in _DEFINING
     if isinstance(what, dict):
         return isinstance(value, dict) and value.keys() <= what.keys() and \
-            all(_fits(each, what[name]) for name, each in value.items())
+            all(_fits(item, what[name]) for name, item in value.items())
     if isinstance(what, list):
-        return isinstance(value, (list, tuple)) and len(value) <= _LONGEST and all(_fits(one, what[0]) for one in value)
+        return isinstance(value, (list, tuple)) and len(value) <= _LONGEST and \
+            all(_fits(item, what[0]) for item in value)
     if isinstance(what, set):
         return isinstance(value, str) and value in what
     if isinstance(what, type):
@@ -470,7 +480,7 @@ def check_size(kind: type[Network], config: Any, source: str,  # each family has
     unlike = {name: math.prod(shape) for name, shape in described.items()
               if shapes is None or shapes.get(name) != shape}
     if sum(unlike.values()) > (_MAX_NUMBERS if shapes is None else _MAX_UNKNOWN):
-        name = max(unlike, key=lambda each: unlike[each])
+        name = max(unlike, key=unlike.__getitem__)
         raise SbkitError(f"{source}: its config.json describes {sum(unlike.values()):,} numbers"
                          f"{'' if shapes is None else ' that its weights lack'}, such as {name}: "
                          f"{list(described[name])}",
@@ -499,7 +509,8 @@ def padded(signals: Tensor, size: int) -> Tensor:
 
 def normalized(signals: Tensor, samples: Tensor) -> Tensor:
     """Normalise waveforms [B, S] to mean 0 and variance 1 over their own samples [B]; padding becomes zero."""
-    inside, count = lengths_to_mask(samples, signals.shape[1]), samples.clamp(min=1)[:, None]
+    inside = lengths_to_mask(samples, signals.shape[1])
+    count = samples.clamp(min=1)[:, None]
     signals, squares = centred(signals.float(), inside, count, 1)
     return (signals * torch.rsqrt(squares / count + _EPSILON)).masked_fill(~inside, 0.0)
 
@@ -508,7 +519,8 @@ def _convolved(layers: Iterable[Any], signals: Tensor, counts: Sequence[Tensor])
     """Run waveforms [B, S] through convolutions, whose frame counts [B] are ``counts``: [B, T, C]."""
     states = signals[:, None]
     for layer, frames in zip(layers, counts, strict=True):
-        states, norm = layer.conv(states), getattr(layer, "layer_norm", None)
+        states = layer.conv(states)
+        norm = getattr(layer, "layer_norm", None)
         if isinstance(norm, nn.GroupNorm):  # one channel a group, here over each utterance's own frames
             count = frames[:, None, None]
             states, squares = centred(states.float(), lengths_to_mask(frames, states.shape[2])[:, None], count, 2)

@@ -46,9 +46,14 @@ class Settings:
         config = read_object(find(source, CONFIG))
         if isinstance(config.get(_ENCODER), dict):  # of a model whose encoder has its own config
             config = config[_ENCODER]
-        preprocessor: Any = read_object(path) if (path := present(source, PREPROCESSOR)) else None  # of JSON
-        if path is None and (path := present(source, PROCESSOR)):  # transformers 5 writes it into a processor's file
-            preprocessor = read_object(path).get("feature_extractor")
+        preprocessor: Any = None  # of JSON
+        path = present(source, PREPROCESSOR)
+        if path is not None:
+            preprocessor = read_object(path)
+        else:
+            path = present(source, PROCESSOR)  # into which transformers 5 writes it
+            if path is not None:
+                preprocessor = read_object(path).get("feature_extractor")
         with contextlib.suppress(SbkitError):
             find(source, CARD)  # into the cache, for the licence in a run's model card
         return cls(source, config, preprocessor if isinstance(preprocessor, dict) else {})
@@ -77,9 +82,12 @@ class Settings:
         if run is None:
             return None
         path = Path(run).expanduser().absolute()
-        copies = (cls.kept(source, each.parent) for each in sorted(path.glob(f"*/{_KEPT}")))
-        above = (cls.kept(source, folder) for folder in (path, *path.parents[:2]))
-        return next((settings for settings in (*copies, *above) if settings is not None), None)
+        below = [file.parent for file in sorted(path.glob(f"*/{_KEPT}"))]
+        for folder in (*below, path, *path.parents[:2]):
+            settings = cls.kept(source, folder)
+            if settings is not None:
+                return settings
+        return None
 
     def keep(self, folder: str | Path) -> None:
         """Write a copy to a run's folder, so that its model can be built without the source."""
@@ -146,8 +154,9 @@ def find(source: str, name: str) -> Path:
         try_to_load_from_cache,
     )
 
-    repository, _, at = source.partition("@")
-    page, revision = f"{constants.ENDPOINT}/{repository}", at or None
+    repository, _, revision_name = source.partition("@")
+    revision = revision_name or None
+    page = f"{constants.ENDPOINT}/{repository}"
     try:
         cached = try_to_load_from_cache(repository, name, revision=revision)
         if isinstance(cached, str):
@@ -201,13 +210,14 @@ def weights(source: str) -> list[Path]:
         shards = list(files.values()) if isinstance(files, dict) else []
         if not shards or not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
             raise SbkitError(f"{path} names no files of weights", hint="download it again")
-        found = []
+        paths = []
         for shard in sorted(set(shards)):
-            if (there := present(source, shard)) is None:
+            shard_path = present(source, shard)
+            if shard_path is None:
                 raise SbkitError(f"{path.parent} lacks {shard}, one of the files that {path.name} names",
                                  hint="the download is incomplete: download it again")
-            found.append(there)
-        return found
+            paths.append(shard_path)
+        return paths
     raise SbkitError(f"the pretrained source {source} has no weights",
                      hint=f"it must have one of {', '.join(WEIGHTS)}")
 
@@ -222,7 +232,8 @@ def check_language(language: object) -> None:
 def adapter(source: str, language: str) -> Path:
     """Return the path of the adapter that MMS has for a language, by its code there, such as ``fra``."""
     check_language(language)
-    name, folder = _ADAPTER.format(language), local(source)
+    name = _ADAPTER.format(language)
+    folder = local(source)
     try:
         return find(source, name)
     except _NoSuchFile:
@@ -231,9 +242,11 @@ def adapter(source: str, language: str) -> Path:
         elif (folder / f"adapter.{language}.bin").is_file():
             hint = f"adapter.{language}.bin is a pickle, and not read: fetch {name}"
         else:
-            there = sorted(path.name.split(".")[1] for path in folder.glob(_ADAPTER.format("*")))
-            more = [f"{len(there) - _LISTED} more"] if len(there) > _LISTED else []
-            hint = f"it has those of {', '.join([*there[:_LISTED], *more])}" if there else f"copy {name} into it"
+            languages = sorted(path.name.split(".")[1] for path in folder.glob(_ADAPTER.format("*")))
+            more = [f"{len(languages) - _LISTED} more"] if len(languages) > _LISTED else []
+            hint = f"copy {name} into it"
+            if languages:
+                hint = f"it has those of {', '.join([*languages[:_LISTED], *more])}"
         raise SbkitError(f"{source} has no adapter for the language {language} ({name})", hint=hint) from None
 
 

@@ -33,13 +33,14 @@ class TensorFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Shapes by name, where names are the encoder's own, without a prefix."""
         self._read: dict[str, Any] = {}
-        found: dict[str, tuple[Any, tuple[int, ...]]] = {}
+        tensors: dict[str, tuple[Any, tuple[int, ...]]] = {}
         for path in paths:
-            found |= _safetensors(path) if path.suffix == ".safetensors" else _saved(path)
-        prefix = next((each for each in prefixes if any(name.startswith(each) for name in found)), "")
-        for name, (read, shape) in found.items():
-            own = renamed(name.removeprefix(prefix))
-            self.shapes[own], self._read[own] = shape, read
+            tensors |= _safetensors(path) if path.suffix == ".safetensors" else _saved(path)
+        prefix = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in tensors)), "")
+        for name, (read, shape) in tensors.items():
+            name_in_encoder = renamed(name.removeprefix(prefix))
+            self.shapes[name_in_encoder] = shape
+            self._read[name_in_encoder] = read
 
     def __getitem__(self, name: str) -> Tensor:
         return self._read[name]()
@@ -66,7 +67,7 @@ def _saved(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
     except (OSError, ValueError) as error:
         raise SbkitError(f"{path} is incomplete or not a file of torch.save: {first_line(error)}",
                          hint=_AGAIN) from error
-    if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise SbkitError(f"{path} does not map names to tensors",
                          hint="name a folder that was written by save_pretrained of transformers")
     return {name: (lambda value=value: value, tuple(value.shape)) for name, value in state.items()}
@@ -87,21 +88,21 @@ def check(model: nn.Module, files: TensorFiles, source: str) -> list[str]:
     Tensors in the model's ``reinitialised``, which only training uses, and those of adapters may be missing: they keep
     their random values.
     """
-    own = {name: tuple(value.shape) for name, value in model.state_dict().items() if not is_added(name)}
-    missing = own.keys() - files.shapes.keys()
+    needed = {name: tuple(value.shape) for name, value in model.state_dict().items() if not is_added(name)}
+    missing = needed.keys() - files.shapes.keys()
     random = missing & set(getattr(model, "reinitialised", ()))
     if missing - random:
-        raise SbkitError(f"{source} lacks {len(missing - random)} of the {len(own)} tensors that its encoder needs: "
+        raise SbkitError(f"{source} lacks {len(missing - random)} of the {len(needed)} tensors that its encoder needs: "
                          f"{_groups(missing - random)}",
                          hint="are its config.json and its weights of the same model?")
-    wrong = {name for name in own.keys() & files.shapes.keys() if own[name] != files.shapes[name]}
+    wrong = {name for name in needed.keys() & files.shapes.keys() if needed[name] != files.shapes[name]}
     if wrong:
         name = min(wrong)
         raise SbkitError(f"{source}: {len(wrong)} tensors have another shape than its config.json says, such as "
-                         f"{name}: {list(files.shapes[name])}, not {list(own[name])}",
+                         f"{name}: {list(files.shapes[name])}, not {list(needed[name])}",
                          hint="are its config.json and its weights of the same model?")
-    surplus = files.shapes.keys() - own.keys()
-    lines = [f"{len(own) - len(random)} tensors loaded"]
+    surplus = files.shapes.keys() - needed.keys()
+    lines = [f"{len(needed) - len(random)} tensors loaded"]
     if surplus:
         lines.append(f"left out, since this encoder does not use them: {_groups(surplus)}")
     if random:
@@ -121,8 +122,10 @@ def _groups(names: Iterable[str]) -> str:
     """Format names of tensors by module, all layers as one: ``encoder.layers (12), lm_head (2)``."""
     counted: Counter[str] = Counter()
     for name in sorted(names):
-        head = re.split(r"\.\d+\.", name, maxsplit=1)[0]
-        counted[head if head != name else ".".join(head.split(".")[:-1][:3]) or name] += 1
+        group, *_ = re.split(r"\.\d+\.", name, maxsplit=1)
+        if group == name:  # not of a list of layers
+            group = ".".join(name.split(".")[:-1][:3]) or name
+        counted[group] += 1
     shown = [f"{group} ({count})" for group, count in counted.most_common(_LISTED)]
     more = [f"{len(counted) - _LISTED} more kinds"] if len(counted) > _LISTED else []
     return ", ".join([*shown, *more])

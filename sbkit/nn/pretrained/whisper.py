@@ -52,7 +52,8 @@ class Whisper(Network):
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         """[B, S], [B] -> [B, T, D]."""
         if self.frames(signals.shape[1]) > self.max_frames:  # beyond the window there may only be padding
-            limit, longest_samples = self.max_frames * _STRIDE * HOP, int(samples.max())  # syncs with the host
+            limit = self.max_frames * _STRIDE * HOP
+            longest_samples = int(samples.max())  # syncs with the host
             if longest_samples > limit:
                 raise SbkitError(f"Whisper's encoder takes at most {self.longest_seconds:g} s, but an utterance has "
                                  f"{longest_samples / _RATE:g} s",
