@@ -74,9 +74,9 @@ def parse_cards(text: str) -> tuple[int, Card]:
     >>> count, card.name, parse_cards("rtx4090")[0]
     (8, 'NVIDIA H100 80GB HBM3', 1)
     """
-    known = {_plain(name): card for name, card in CARDS.items()}
+    by_name = {_plain(name): card for name, card in CARDS.items()}
     match = re.fullmatch(r"(?:([0-9]+)\s*[xX×*]\s*)?(.+)", text.strip())
-    card = match and known.get(_plain(match[2]))
+    card = match and by_name.get(_plain(match[2]))
     if match is None or card is None:
         near = did_you_mean(match[2], CARDS) if match is not None else ""
         raise SbkitError(f"'{text}' is not a known GPU", hint=(f"did you mean {near}? " if near else "")
@@ -96,11 +96,14 @@ def runs_on(kernels: Iterable[str], capability: tuple[int, int]) -> bool:
     >>> runs_on(["sm_80", "sm_90"], (8, 6)), runs_on(["sm_80", "sm_90"], (7, 0)), runs_on(["compute_70"], (9, 0))
     (True, False, True)
     """
-    built = [(kind, divmod(int(number), 10), suffix) for kind, number, suffix in
-             re.findall(r"\b(sm|compute)_(\d+)([af]?)\b", " ".join(kernels))]
-    return any(least == capability if suffix == "a" else
-               least <= capability and (kind == "compute" or least[0] == capability[0])
-               for kind, least, suffix in built)
+    for kind, number, suffix in re.findall(r"\b(sm|compute)_(\d+)([af]?)\b", " ".join(kernels)):
+        compiled_for = divmod(int(number), 10)
+        if compiled_for == capability:
+            return True
+        is_later = compiled_for <= capability and suffix != "a"
+        if is_later and (kind == "compute" or compiled_for[0] == capability[0]):
+            return True
+    return False
 
 
 #: The most GPUs of one machine.

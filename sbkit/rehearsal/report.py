@@ -27,52 +27,78 @@ NEEDS_GPU = ("the values that kernels compute, since no kernel runs here",
              "`make gpu` tests these on a real GPU")
 
 
-def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds: float) -> Report:
+def assemble(recipe: str, lines: Sequence[Line], count: int, card: Card, seconds: float) -> Report:
     """Make the report from the log lines of all processes of a rehearsal."""
-    lacks = dict.fromkeys(line["lacks"] for line in found if "lacks" in line)
-    counts = [line["report"]["sections"].get("cost", {}).get("values", {}) for line in found if "report" in line]
-    notes = [*(f"{name}, which the null card does not have" for name in lacks),
-             *(why for each in counts for why in each.get("inexact", ())), *NEEDS_GPU]
-    report = Report(recipe, seconds=seconds, notes=notes)
+    lacks = dict.fromkeys(line["lacks"] for line in lines if "lacks" in line)
+    checks = [line["report"] for line in lines if "report" in line]
+    costs = [check["sections"].get("cost", {}).get("values", {}) for check in checks]
+    report = Report(recipe, seconds=seconds, notes=[
+        *(f"{name}, which the null card does not have" for name in lacks),
+        *(why for cost in costs for why in cost.get("inexact", ())), *NEEDS_GPU])
+    for check in checks:
+        report.add([Finding(**finding) for finding in (*check.get("errors", ()), *check.get("warnings", ()))])
+
+    findings = _distinct_findings(lines)
+    for finding in findings:
+        values = {name: value for name, value in finding.items() if name not in ("stage", "ends")}
+        report.add([Finding(**values | {"file": finding["file"] or recipe})])
+
     figures: Line = {}
-    if counts := [line["collectives"] for line in found if "collectives" in line]:
-        figures["collectives"] = sum(counts)
-    for line in found:
-        figures |= line.get("figures", {}) if line.get("rank") == 0 else {}
-        for each in (*line.get("report", {}).get("errors", ()), *line.get("report", {}).get("warnings", ())):
-            report.add([Finding(**each)])
-    # The findings of all ranks, without duplicates; of errors that end a launch, only the first.
-    kept: dict[tuple[Any, ...], Line] = {}
-    for line in sorted((line for line in found if "finding" in line), key=lambda line: line.get("at", float("inf"))):
-        each = line["finding"] | {"stage": _report_stage(line["launch"], line["finding"]["stage"])}
-        kept.setdefault((line["launch"],) if each["ends"] else _identity(each), each)
-    findings = list({_identity(each): each for each in kept.values()}.values())
-    report.add(Finding(**{name: value for name, value in each.items() if name not in ("stage", "ends")} |
-                       {"file": each["file"] or recipe}) for each in findings)
-    report.sections["rehearsal"] = _stages(found, findings, report, count, card, figures)
-    unreached = [row[0] for row in report.sections["rehearsal"].rows if row[1] == UNREACHED or LACKS in row[1]]
-    if unreached and not report.errors:
-        severity, why, what_to_do = (
-            WARNING, f"since the null card has no {', '.join(lacks)}", "test these on a real GPU: make gpu") \
-            if lacks else (ERROR, "and no process reported why",
-                           "run it with `python -m sbkit.rehearsal.nullcard -- sbkit train`")
-        report.add([Finding(severity, "not-reached", recipe, 0, "", f"{', '.join(unreached)}: not reached, {why}",
-                            what_to_do)])
+    collectives = [line["collectives"] for line in lines if "collectives" in line]
+    if collectives:
+        figures["collectives"] = sum(collectives)
+    for line in lines:
+        if line.get("rank") == 0:
+            figures |= line.get("figures", {})
+    report.sections["rehearsal"] = _stages(lines, findings, report, count, card, figures)
+    _add_unreached(report, recipe, list(lacks))
     if "host_ms" in figures:
-        reads, gpu_ms = figures.get("reads"), figures["card_ms"]
-        if reads is not None and gpu_ms is not None:
-            audio = min(figures["batch_seconds"], figures["step_seconds"] / count)
-            step_ms = least_step_seconds(audio / figures["batch_seconds"], gpu_ms, LAUNCH_MS * figures["launches"])
-            slow = ReadingRate(*reads).advice(figures["num_workers"], 1000 * audio / step_ms, count)
-            report.add([] if slow is None else [Finding(WARNING, "slow-reading", recipe, 0, "num_workers", *slow)])
-        report.sections["figures"] = _figures(figures, card)
-        timeline = figures["timeline"]
-        rows = [[_memory_size(size), short(file, line) if file else "in torch", source[:60]]
-                for file, line, size, source in timeline["lines"]]
-        held = f"plus {_memory_size(figures['held_bytes'])} between steps: weights and optimizer states"
-        report.sections["memory"] = Section("Memory at the peak of a step", ["memory", "allocated at", "line"], rows,
-                                            [held], timeline)
+        _add_figures(report, recipe, figures, count, card)
     return report
+
+
+def _distinct_findings(lines: Sequence[Line]) -> list[Line]:
+    """Return the findings of all ranks without duplicates, and of errors that end a launch only the first."""
+    with_finding = [line for line in lines if "finding" in line]
+    first: dict[tuple[Any, ...], Line] = {}
+    for line in sorted(with_finding, key=lambda line: line.get("at", float("inf"))):
+        finding = line["finding"] | {"stage": _report_stage(line["launch"], line["finding"]["stage"])}
+        first.setdefault((line["launch"],) if finding["ends"] else _identity(finding), finding)
+    return list({_identity(finding): finding for finding in first.values()}.values())
+
+
+def _add_unreached(report: Report, recipe: str, lacks: Sequence[str]) -> None:
+    """Add a finding for the stages that no process reached, unless an error says why."""
+    unreached = [stage for stage, result, *_ in report.sections["rehearsal"].rows
+                 if result == UNREACHED or LACKS in result]
+    if not unreached or report.errors:
+        return
+    if lacks:
+        severity, why = WARNING, f"since the null card has no {', '.join(lacks)}"
+        what_to_do = "test these on a real GPU: make gpu"
+    else:
+        severity, why = ERROR, "and no process reported why"
+        what_to_do = "run it with `python -m sbkit.rehearsal.nullcard -- sbkit train`"
+    report.add([Finding(severity, "not-reached", recipe, 0, "", f"{', '.join(unreached)}: not reached, {why}",
+                        what_to_do)])
+
+
+def _add_figures(report: Report, recipe: str, figures: Line, count: int, card: Card) -> None:
+    """Add the figures of a step, and a warning if the corpus is read more slowly than the GPUs train."""
+    reads, gpu_ms = figures.get("reads"), figures["card_ms"]
+    if reads is not None and gpu_ms is not None:
+        audio = min(figures["batch_seconds"], figures["step_seconds"] / count)
+        step_ms = least_step_seconds(audio / figures["batch_seconds"], gpu_ms, LAUNCH_MS * figures["launches"])
+        advice = ReadingRate(*reads).advice(figures["num_workers"], 1000 * audio / step_ms, count)
+        if advice is not None:
+            report.add([Finding(WARNING, "slow-reading", recipe, 0, "num_workers", *advice)])
+    report.sections["figures"] = _figures(figures, card)
+    timeline = figures["timeline"]
+    rows = [[_memory_size(size), short(file, line) if file else "in torch", source[:60]]
+            for file, line, size, source in timeline["lines"]]
+    between_steps = f"plus {_memory_size(figures['held_bytes'])} between steps: weights and optimizer states"
+    report.sections["memory"] = Section("Memory at the peak of a step", ["memory", "allocated at", "line"], rows,
+                                        [between_steps], timeline)
 
 
 def _identity(finding: Line) -> tuple[Any, ...]:
@@ -88,42 +114,56 @@ def _report_stage(launch: str, stage: str) -> str:
     return {"kill": "kill and resume"}.get(stage, stage)
 
 
-def _stages(found: Sequence[Line], findings: Sequence[Line], report: Report, count: int, card: Card,
+def _stages(lines: Sequence[Line], findings: Sequence[Line], report: Report, count: int, card: Card,
             figures: Line) -> Section:
-    seconds, skipped = dict[str, float](), dict[str, str]()
-    for launch in dict.fromkeys(line["launch"] for line in found):
-        mine = [line for line in found if line["launch"] == launch and line.get("rank", 0) == 0]
-        times = [(line["at"], _report_stage(launch, line["stage"])) for line in mine if line.keys() >= {"stage", "at"}]
-        times.append((mine[-1].get("ended", times[-1][0] if times else 0.0), ""))
-        for (start, stage), (end, _) in itertools.pairwise(times):
-            seconds[stage] = seconds.get(stage, 0.0) + end - start
+    """Make the table of stages: how each ended, and the seconds that rank 0 took for it."""
+    seconds: dict[str, float] = {}
+    skipped: dict[str, str] = {}
+    for launch in dict.fromkeys(line["launch"] for line in lines):
+        of_rank_0 = [line for line in lines if line["launch"] == launch and line.get("rank", 0) == 0]
+        _add_times(of_rank_0, launch, seconds)
         stage = ""
-        for line in mine:
+        for line in of_rank_0:
             stage = line.get("stage", stage)
             if "skip" in line:
                 skipped[_report_stage(launch, stage)] = line["skip"]
-    failed = {each["stage"] for each in findings}
-    if any(line["report"]["errors"] for line in found if "report" in line):
+    failed = {finding["stage"] for finding in findings}
+    if any(line["report"]["errors"] for line in lines if "report" in line):
         failed.add("check")
+
+    def result(stage: str) -> str:
+        if stage in failed:
+            return "failed"
+        if stage in skipped:
+            return f"skipped: {skipped[stage]}"
+        return "ok" if stage in seconds else UNREACHED
+
     world = min(count, RANKS)
-    rows = []
-    for stage in STAGES:
-        if stage == STAGES[-1] and world == 1:
-            continue
-        result = "failed" if stage in failed else f"skipped: {skipped[stage]}" if stage in skipped else \
-            "ok" if stage in seconds else UNREACHED
-        rows.append([stage, result, f"{seconds[stage]:.1f}" if stage in seconds else ""])
+    stages = STAGES[:-1] if world == 1 else STAGES  # without a rank that fails
+    rows = [[stage, result(stage), f"{seconds[stage]:.1f}" if stage in seconds else ""] for stage in stages]
     ranks = f"{count} x {card.name}" + (f", simulated with {world} ranks" if world < count else "")
     return Section(f"Rehearsal on {ranks}; data: {figures.get('data', 'none')}", ["stage", "result", "seconds"], rows,
                    values={"cards": count, "card": card.name, "ranks": world, "data": figures.get("data"),
-                           "stages": {row[0]: {"result": row[1], "seconds": seconds.get(row[0])} for row in rows}})
+                           "stages": {stage: {"result": outcome, "seconds": seconds.get(stage)}
+                                      for stage, outcome, _ in rows}})
+
+
+def _add_times(lines: Sequence[Line], launch: str, seconds: dict[str, float]) -> None:
+    """Add the time of each stage of a launch of one rank to ``seconds``, by the report's stages."""
+    begins = [(line["at"], _report_stage(launch, line["stage"])) for line in lines if line.keys() >= {"stage", "at"}]
+    last_begin = begins[-1][0] if begins else 0.0
+    begins.append((lines[-1].get("ended", last_begin), ""))
+    for (start, stage), (end, _) in itertools.pairwise(begins):
+        seconds[stage] = seconds.get(stage, 0.0) + end - start
 
 
 def _figures(figures: Line, card: Card) -> Section:
-    launch_ms, gpu_ms = LAUNCH_MS * figures["launches"], figures["card_ms"]
+    launch_ms = LAUNCH_MS * figures["launches"]
+    gpu_ms = figures["card_ms"]
     nodes = figures.get("graph_nodes", {})
-    launch_bound = gpu_ms is not None and launch_ms > gpu_ms
-    estimated, peak = figures.get("estimated_bytes"), max(figures["peak_bytes"], figures.get("reserved_bytes", 0))
+    is_launch_bound = gpu_ms is not None and launch_ms > gpu_ms
+    estimated = figures.get("estimated_bytes")
+    peak = max(figures["peak_bytes"], figures.get("reserved_bytes", 0))
     rows = [["micro-batch per GPU", f"{figures['batch']} in {figures['precision']}"],
             ["kernels per step", f"{figures['launches']:,} launches, {figures['copies']:,} copies"],
             ["host time per step", f"{figures['host_ms']:.1f} ms on a core here; an estimate with a GPU's driver: "
@@ -132,8 +172,10 @@ def _figures(figures: Line, card: Card) -> Section:
         counts = " and ".join(f"{count:,} nodes for the {kind}" for kind, count in nodes.items())
         rows.insert(2, ["CUDA graphs", f"{counts}, in {_memory_size(figures['graph_bytes'])} that all share"])
     if gpu_ms is not None:
-        bound = "too little to keep the GPU busy" if gpu_ms < TOY_MS else \
-            "launch-bound" if launch_bound else "not launch-bound"
+        if gpu_ms < TOY_MS:
+            bound = "too little to keep the GPU busy"
+        else:
+            bound = "launch-bound" if is_launch_bound else "not launch-bound"
         rows.append(["GPU time per step", f"an estimate: at least {gpu_ms:.1f} ms for "
                      f"{figures['operations'] / 1e12:.3g} TFLOP, {figures['bytes'] / 1e9:.3g} GB: {bound}"])
     rows.append(["peak memory", f"{_memory_size(peak)} of {_memory_size(card.memory)}" + (
@@ -142,12 +184,13 @@ def _figures(figures: Line, card: Card) -> Section:
         rows.append(["largest batch of the estimate", f"{figures['largest_batch']}: "
                      f"{_memory_size(figures['largest_peak_bytes'])}"])
     if "waits" in figures:
-        rows.append(["host waits per step", f"{sum(wait[2] for wait in figures['waits']):.3g}" + "".join(
-            f"; {short(wait[0], wait[1]) if wait[0] else 'in a backward of torch'}" for wait in figures["waits"][:2])])
+        waits = figures["waits"]  # file, line and number a step of each
+        places = [short(file, line) if file else "in a backward of torch" for file, line, _ in waits[:2]]
+        rows.append(["host waits per step", "; ".join([f"{sum(number for *_, number in waits):.3g}", *places])])
     if "collectives" in figures:
         rows.append(["collectives", f"{figures['collectives']:,}, the same on all ranks"])
     remarks = []
-    if launch_bound and gpu_ms >= TOY_MS:
+    if is_launch_bound and gpu_ms >= TOY_MS:
         remarks.append("the GPU waits for the host in each step: a larger max_batch_seconds (and step_seconds) helps"
                        + ("" if nodes else "; `graphs: true` launches its kernels at once"))
     return Section("Figures", ["figure", "value"], rows, remarks, values={

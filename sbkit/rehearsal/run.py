@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import multiprocessing
 import os
@@ -71,10 +72,7 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
                             process.wait(LINE_SECONDS)
                             break
                         except subprocess.TimeoutExpired:  # say which stage a process has begun last
-                            diary = max(folder.glob("*.jsonl"), key=os.path.getmtime, default=None)
-                            said = diary.read_text(encoding="utf-8") if diary is not None else ""
-                            stages = ["start", *re.findall(r'"stage": "([^"]+)"', said)]
-                            print(f"rehearsing for {time_span(time.monotonic() - started)}: {stages[-1]}",
+                            print(f"rehearsing for {time_span(time.monotonic() - started)}: {_latest_stage(folder)}",
                                   file=sys.stderr, flush=True)
             finally:
                 for file in folder.glob("*.group"):
@@ -82,6 +80,14 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
         if not (folder / "found.json").exists():
             raise SbkitError(f"the rehearsal ended early:\n{(folder / 'server.log').read_text()[-3000:]}", exit_code=1)
         return json.loads((folder / "found.json").read_text().replace(temporary, "the rehearsal's folder"))
+
+
+def _latest_stage(folder: Path) -> str:
+    """Return the stage that a process has begun last."""
+    diary = max(folder.glob("*.jsonl"), key=os.path.getmtime, default=None)
+    text = diary.read_text(encoding="utf-8") if diary is not None else ""
+    stages = ["start", *re.findall(r'"stage": "([^"]+)"', text)]
+    return stages[-1]
 
 
 def main(folder: str) -> None:
@@ -96,12 +102,15 @@ def main(folder: str) -> None:
         from sbkit.rehearsal import no_values
     no_values.install()
     job = json.loads(Path(folder, "job.json").read_text()) | {"figures": {}, "estimate": {}}
-    found, waiting, running, succeeded = list[Line](), dict(DEPENDS_ON), dict[str, Launch](), set[str]()
+    all_lines: list[Line] = []
+    waiting = dict(DEPENDS_ON)
+    running: dict[str, Launch] = {}
+    succeeded: set[str] = set()
     while waiting or running:
         for name in [name for name, after in waiting.items() if succeeded.issuperset(after)]:
             del waiting[name]
             if name == "export" and not job["figures"]["exports"]:
-                found += [{"launch": name, "stage": stage, "skip": "the task exports nothing"} for stage in EXPORTS]
+                all_lines += [{"launch": name, "stage": stage, "skip": "the task exports nothing"} for stage in EXPORTS]
             else:
                 running[name] = Launch(name, job)
         time.sleep(0.05)
@@ -110,7 +119,7 @@ def main(folder: str) -> None:
                 continue
             lines = launch.close()
             del running[name]
-            found += lines
+            all_lines += lines
             for line in lines:
                 job["figures"] |= line.get("figures", {})
                 job["args"] = line.get("args", job["args"])
@@ -120,7 +129,7 @@ def main(folder: str) -> None:
                 succeeded.add(name)
         if not running and not any(succeeded.issuperset(after) for after in waiting.values()):
             break
-    Path(folder, "found.json").write_text(json.dumps(found))
+    Path(folder, "found.json").write_text(json.dumps(all_lines))
 
 
 class Launch:
@@ -133,10 +142,15 @@ class Launch:
     def __init__(self, name: str, job: Line):
         from sbkit.rehearsal.rank import run_rank
 
-        self.name, self.folder, self.started = name, Path(job["folder"]), time.monotonic()
+        self.name = name
+        self.folder = Path(job["folder"])
+        self.started = time.monotonic()
         self.world = 1 if name in SINGLE_PROCESS else job["world"]
-        self.hangs, self._last = False, (self.started, 0, 0.0, 0.0)
-        port, self.processes = free_port(), list[BaseProcess]()
+        self.hangs = False
+        #: When a process was busy last, with the lines written and the CPU seconds computed and wanted until then.
+        self._last_busy = self.started, 0, 0.0, 0.0
+        self.processes: list[BaseProcess] = []
+        port = free_port()
         for rank in range(self.world):
             variables = torchrun_environment(rank, self.world, port) if self.world > 1 else {}
             process = multiprocessing.get_context("fork").Process(
@@ -162,16 +176,20 @@ class Launch:
         ready = sum("ready" in line for line in lines)
         if self.name == "train" and ready == self.world:
             return True
-        now, (then, count, computed_then, wanted_then) = time.monotonic(), self._last
-        if now - then < 1:
+        now = time.monotonic()
+        then, lines_then, computed_then, wanted_then = self._last_busy
+        elapsed = now - then
+        if elapsed < 1:
             return False
-        computed, waited = map(sum, zip(*(session_seconds(each.pid or 0) for each in self.processes), strict=True))
-        wanted = computed + waited  # smaller than before if threads have ended
-        busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # each process gets 1 / busy of a core
-        if len(lines) > count or computed - computed_then > (BUSY_SHARE * (now - then) + 0.5) / busy \
-                or abs(wanted - wanted_then) > WANTED_SHARE * (now - then) + 0.5:
-            self._last = now, len(lines), computed, wanted
-        self.hangs = now - then > busy * (IDLE if all(alive) and not ready else END)
+        seconds = [session_seconds(process.pid or 0) for process in self.processes]
+        computed = sum(cpu for cpu, _ in seconds)
+        wanted = computed + sum(waited for _, waited in seconds)  # smaller than before if threads have ended
+        load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # each process gets 1 / load of a core
+        has_computed = computed - computed_then > (BUSY_SHARE * elapsed + 0.5) / load
+        has_wanted = abs(wanted - wanted_then) > WANTED_SHARE * elapsed + 0.5
+        if len(lines) > lines_then or has_computed or has_wanted:
+            self._last_busy = now, len(lines), computed, wanted
+        self.hangs = elapsed > load * (IDLE if all(alive) and not ready else END)
         return self.hangs
 
     def close(self) -> list[Line]:
@@ -183,35 +201,43 @@ class Launch:
                 if process.is_alive():
                     os.kill(process.pid or 0, TRACEBACK_SIGNAL)
             time.sleep(2)  # they also write their collectives each second
-        ended, codes = time.monotonic(), [process.exitcode for process in self.processes]
+        ended = time.monotonic()
+        codes = [process.exitcode for process in self.processes]
         for rank, process in enumerate(self.processes):
             _kill_group(process.pid or 0)
             process.join()
             self._file(rank, "group").unlink()
-        found = [{"launch": self.name, "rank": rank, **line}
+        lines = [{"launch": self.name, "rank": rank, **line}
                  for rank in range(self.world) for line in self._lines(rank)]
         silent = {rank: code for rank, code in enumerate(codes) if code is not None
-                  and not any(line["rank"] == rank and "end" in line for line in found)}
-        failed = any(line.get("end") for line in found) or min(silent.values(), default=0) < 0
+                  and not any(line["rank"] == rank and "end" in line for line in lines)}
+        failed = any(line.get("end") for line in lines) or min(silent.values(), default=0) < 0
         # Once one has failed, it is right for another to exit with a code.
-        found += [self._crash(rank, code) for rank, code in silent.items() if code < 0 or not failed]
-        found += self._compare_collectives(found) if self.name != "fail" else []
-        if self.hangs:  # say at which line each rank is
-            locations = [self._location(rank) for rank in range(self.world)]
-            where = [f"rank {rank} " + (f"is at {location[0]}:{location[1]}" if location else "has ended")
-                     for rank, location in enumerate(locations)]
-            stage = next((line["stage"] for line in reversed(found) if "stage" in line), self.name)
-            found.append(self._finding(
-                "hang", next(filter(None, locations), ("", 0)), f"the run hangs: {', '.join(where)}",
-                "does each rank reach this line, and do all call the same collectives?", stage))
-        return [*found, {"launch": self.name, "rank": 0, "ended": ended}]
+        lines += [self._crash(rank, code) for rank, code in silent.items() if code < 0 or not failed]
+        if self.name != "fail":
+            lines += self._compare_collectives(lines)
+        if self.hangs:
+            lines.append(self._hang(lines))
+        return [*lines, {"launch": self.name, "rank": 0, "ended": ended}]
+
+    def _hang(self, lines: Sequence[Line]) -> Line:
+        """Return the finding that the launch hangs, with the line at which each rank is."""
+        locations = [self._location(rank) for rank in range(self.world)]
+        where = [f"rank {rank} " + (f"is at {location[0]}:{location[1]}" if location else "has ended")
+                 for rank, location in enumerate(locations)]
+        stage = next((line["stage"] for line in reversed(lines) if "stage" in line), self.name)
+        return self._finding("hang", next(filter(None, locations), ("", 0)), f"the run hangs: {', '.join(where)}",
+                             "does each rank reach this line, and do all call the same collectives?", stage)
 
     def has_succeeded(self, lines: Sequence[Line]) -> bool:
         """Return whether the launches that depend on this one can start."""
         if self.hangs or any(map(_ended_launch, lines)):
             return False
-        done = [line for line in lines if ("ready" in line if self.name == "train" else line.get("end") == 0)]
-        return len(done) == self.world
+        if self.name == "train":  # which is killed
+            successes = [line for line in lines if "ready" in line]
+        else:
+            successes = [line for line in lines if line.get("end") == 0]
+        return len(successes) == self.world
 
     def _crash(self, rank: int, code: int) -> Line:
         """Return the finding that a process ended without an error, with the last lines of its log."""
@@ -220,31 +246,31 @@ class Launch:
         stage = next((line["stage"] for line in reversed(lines) if "stage" in line), "start")
         log = self._file(rank, "log")
         last = log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:] if log.exists() else []
-        found = self._finding("crash", self._location(rank) or ("", 0),
+        crash = self._finding("crash", self._location(rank) or ("", 0),
                               f"rank {rank} ended with {how} in stage '{stage}'",
                               f"the last lines of its log: {' | '.join(last)}", stage)
-        return found | {"rank": rank, "at": lines[-1]["at"] if lines else self.started}
+        return crash | {"rank": rank, "at": lines[-1]["at"] if lines else self.started}
 
-    def _compare_collectives(self, found: Sequence[Line]) -> list[Line]:
+    def _compare_collectives(self, lines: Sequence[Line]) -> list[Line]:
         """Return the number of collectives, or a finding for the first one that differs between ranks."""
         files = [self._file(rank, "collectives") for rank in range(self.world)]
         if self.world == 1 or not all(file.exists() for file in files):
             return []
-        calls = [json.loads(file.read_text()) for file in files]
-        for number in range(max(map(len, calls))):
-            by_rank = [each[number] if number < len(each) else None for each in calls]
-            if any((each and each[:2]) != (by_rank[0] and by_rank[0][:2]) for each in by_rank):
-                if None in by_rank and any(map(_ended_launch, found)):  # ranks ended early for another reason
-                    return []
-                described = [f"rank {rank} calls " + (f"{each[0]} of {each[1]}" if each else "none")
-                             + (f" at {each[2]}:{each[3]}" if each and each[2] else "")
-                             for rank, each in enumerate(by_rank)]
-                location = next((each[2:] for each in by_rank if each and each[2]), ["", 0])
-                differs = self._finding(
-                    "collectives", location, f"collective {number + 1} of the run differs: {' and '.join(described)}",
-                    "all ranks must call the same ones in the same order")
-                return [differs | {"at": self.started}]  # first, because it causes the other findings
-        return [{"launch": self.name, "rank": 0, "collectives": len(calls[0])}]
+        # Each call: the collective, its tensors, and the file and line that called it.
+        calls_of_ranks = [json.loads(file.read_text()) for file in files]
+        for number, calls in enumerate(itertools.zip_longest(*calls_of_ranks), 1):
+            same = all((call and call[:2]) == (calls[0] and calls[0][:2]) for call in calls)
+            if same:
+                continue
+            if None in calls and any(map(_ended_launch, lines)):  # ranks ended early for another reason
+                return []
+            described = [f"rank {rank} calls {_describe_call(call)}" for rank, call in enumerate(calls)]
+            location = next((call[2:] for call in calls if call and call[2]), ["", 0])
+            differs = self._finding(
+                "collectives", location, f"collective {number} of the run differs: {' and '.join(described)}",
+                "all ranks must call the same ones in the same order")
+            return [differs | {"at": self.started}]  # first, because it causes the other findings
+        return [{"launch": self.name, "rank": 0, "collectives": len(calls_of_ranks[0])}]
 
     def _location(self, rank: int) -> tuple[str, int] | None:
         """Return the line at which a rank hangs or crashed."""
@@ -258,6 +284,13 @@ class Launch:
         return {"launch": self.name, "rank": 0, "finding": {
             "severity": "error", "code": code, "file": location[0], "line": location[1], "key": "", "message": message,
             "suggestion": suggestion, "stage": stage, "ends": True}}
+
+
+def _describe_call(call: Sequence[Any] | None) -> str:
+    if call is None:
+        return "none"
+    name, tensors, file, line = call
+    return f"{name} of {tensors}" + (f" at {file}:{line}" if file else "")
 
 
 def _ended_launch(line: Line) -> bool:

@@ -51,7 +51,9 @@ class Diary:
     """
 
     def __init__(self, folder: Path, launch: str, rank: int):
-        self.path, self.launch, self.stage = folder / f"{launch}.{rank}.jsonl", launch, ""
+        self.path = folder / f"{launch}.{rank}.jsonl"
+        self.launch = launch
+        self.stage = ""
         self._lock = threading.Lock()
         self.brain: Any = None  # a recipe's
         """The Brain, once it is built; its hparams name the key of an object."""
@@ -85,11 +87,15 @@ class Diary:
         else:
             message, hint = f"{type(error).__name__}: {first_line(error)}", _ADVICE.get(code, "")
         line = linecache.getline(*location).strip()
-        known = {id(value): key for key, value in vars(self.brain.hparams).items()
-                 if hasattr(value, "__dict__")} if self.brain is not None else {}
-        running = [known.get(id(frame.f_locals.get("self"))) for frame, _ in frames]
-        self.report(code, location, message, hint or f"the line is: {line}", ends=True,
-                    key=next((key for key in reversed(running) if key), ""))
+        objects = [frame.f_locals.get("self") for frame, _ in reversed(frames)]
+        self.report(code, location, message, hint or f"the line is: {line}", ends=True, key=self._key_of(objects))
+
+    def _key_of(self, objects: Iterable[object]) -> str:
+        """Return the recipe's key of the first of these objects that has one; empty if none has."""
+        if self.brain is None:
+            return ""
+        keys = {id(value): key for key, value in vars(self.brain.hparams).items() if hasattr(value, "__dict__")}
+        return next((keys[id(instance)] for instance in objects if keys.get(id(instance))), "")
 
 
 #: Parts of torch's messages about tensors that don't match.
@@ -106,14 +112,17 @@ def _is_own(file: str) -> bool:
 def own_location(frames: Iterable[tuple[str, int]]) -> tuple[str, int]:
     """Return the innermost location in sbkit or the recipe; ``frames`` begin with the innermost."""
     frames = list(frames)
-    return next((location for location in frames if _is_own(location[0])), frames[0] if frames else ("", 0))
+    innermost = frames[0] if frames else ("", 0)
+    return next((location for location in frames if _is_own(location[0])), innermost)
 
 
 class Watch:
     """Watches a run through the public methods that it calls, and through its optimizer's steps."""
 
     def __init__(self, diary: Diary):
-        self.diary, self.epoch, self.steps = diary, 0, 0
+        self.diary = diary
+        self.epoch = 0
+        self.steps = 0
         self.on_step: Callable[[int, int], None] = lambda epoch, step: None
         self._waits: list[tuple[tuple[str, int], int]] = []  # locations, each with the steps done by then
         self._counted = 0
@@ -129,7 +138,8 @@ class Watch:
         if self.diary.stage == NAMES[Stage.TRAIN]:
             self.end_of_steps()
         self.diary.begin_stage(NAMES[stage])
-        self.epoch, self.steps = epoch or self.epoch, 0
+        self.epoch = epoch or self.epoch
+        self.steps = 0
 
     def _count_step(self, trainer: Trainer) -> None:
         self.steps += 1
@@ -139,7 +149,8 @@ class Watch:
                 # From here on, host waits and allocations are recorded, with their lines.
                 warnings.filterwarnings("always", "called a synchronizing")
                 warnings.filterwarnings("ignore", "Synchronization debug mode")
-                self._shown, warnings.showwarning = warnings.showwarning, self._show
+                self._show_others = warnings.showwarning
+                warnings.showwarning = self._show
                 torch.cuda.set_sync_debug_mode("warn")
                 torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
                 self._step_starts = [time.time_ns() // 1000]
@@ -150,7 +161,7 @@ class Watch:
 
     def _show(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
         if "called a synchronizing" not in str(message):
-            self._shown(message, *args, **kwargs)
+            self._show_others(message, *args, **kwargs)
             return
         if torch._guards.CompileContext.current_compile_id() is not None:  # it reads values for itself, once a graph
             return
@@ -159,17 +170,22 @@ class Watch:
                for frame, _ in traceback.walk_stack(None)):
             return
         location = own_location(stack)
-        own = location if _is_own(location[0]) else ("", 0)  # no line of Python has called autograd's threads
-        self._waits.append((own, self.steps))
+        if not _is_own(location[0]):  # no line of Python has called autograd's threads
+            location = ("", 0)
+        self._waits.append((location, self.steps))
 
     def end_of_steps(self) -> None:
         """Report lines at which the host waited, and lines whose memory grew."""
         if not self._counted or torch.cuda.get_sync_debug_mode() == 0:
             return
         torch.cuda.set_sync_debug_mode("default")
-        warnings.showwarning = self._shown
+        warnings.showwarning = self._show_others
         events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         torch.cuda.memory._record_memory_history(enabled=None)
+        self._report_waits()
+        self._report_growth(events)
+
+    def _report_waits(self) -> None:
         counted = self._counted  # waits after the last step belong to the epoch
         waits = Counter(location for location, steps in self._waits if steps < self.steps).most_common()
         self.diary.write("figures", {"waits": [[*location, count / counted] for location, count in waits]})
@@ -178,21 +194,23 @@ class Watch:
                 self.diary.report("wait", location, f"the host waits for the GPU {count / counted:.3g} times a step: "
                                   f"{linecache.getline(*location).strip() or 'in torch, in a backward'}",
                                   "keep the value on the device, or read it a step later")
-        # Lines whose tensors of several steps are still alive.
-        live: dict[int, Mapping[str, Any]] = {}
+
+    def _report_growth(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Report lines whose tensors of each step are still alive."""
+        live: dict[int, Mapping[str, Any]] = {}  # by address
         for event in events:
             captured = any(graphs.is_capture(frame["filename"], frame["name"]) for frame in event.get("frames", ()))
             if event["action"] == "alloc" and not captured:  # tensors of graphs stay
                 live[event["addr"]] = event
             elif event["action"] == "free_completed":
                 live.pop(event["addr"], None)
-        kept: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+        allocations_at: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
         for event in live.values():
-            kept.setdefault(_location(event), []).append(event)
-        for location, held in kept.items():
-            steps = {sum(event["time_us"] >= start for start in self._step_starts) for event in held}
-            if len(steps) >= counted:  # of each step
-                size = sum(event["size"] for event in held) / len(steps)
+            allocations_at.setdefault(_location(event), []).append(event)
+        for location, allocations in allocations_at.items():
+            steps = {sum(event["time_us"] >= start for start in self._step_starts) for event in allocations}
+            if len(steps) >= self._counted:
+                size = sum(event["size"] for event in allocations) / len(steps)
                 self.diary.report("growth", location, f"memory grows by {size / 2**20:.3g} MiB a step, because tensors "
                                   f"created here are never freed: {linecache.getline(*location).strip()}",
                                   "don't keep the tensors of each step; .detach() a value that must outlive its step")
@@ -221,26 +239,31 @@ def memory_timeline(brain: Brain, batch: MicroBatch) -> tuple[int, int, dict[str
     brain.try_batch(batch)
     events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     torch.cuda.memory._record_memory_history(enabled=None)
-    now = peak = held
-    live: dict[int, Any] = {}
-    curve, at, at_peak = [held], 0, dict[int, Any]()
+    allocated = peak = held
+    curve = [held]
+    peak_index = 0
+    live: dict[int, Any] = {}  # by address
+    live_at_peak: dict[int, Any] = {}
     for event in events:
         if event["action"] == "alloc":
             live[event["addr"]] = event
-            now += event["size"]
+            allocated += event["size"]
         elif event["action"] == "free_completed":
-            now -= event["size"]
+            allocated -= event["size"]
             live.pop(event["addr"], None)
-        curve.append(now)
-        if now > peak:
-            peak, at, at_peak = now, len(curve) - 1, dict(live)
-    lines = Counter[tuple[str, int]]()
-    for event in at_peak.values():
-        lines[_location(event)] += event["size"]
-    width = max(1, len(curve) // 600)
+        curve.append(allocated)
+        if allocated > peak:
+            peak = allocated
+            peak_index = len(curve) - 1
+            live_at_peak = dict(live)
+    bytes_at = Counter[tuple[str, int]]()
+    for event in live_at_peak.values():
+        bytes_at[_location(event)] += event["size"]
+    width = max(1, len(curve) // 600)  # events in a point of the chart
     return held, peak, {
-        "bytes": [max(curve[i:i + width]) for i in range(0, len(curve), width)], "peak_at": at // width,
-        "lines": [[*location, size, linecache.getline(*location).strip()] for location, size in lines.most_common(8)]}
+        "bytes": [max(curve[i:i + width]) for i in range(0, len(curve), width)], "peak_at": peak_index // width,
+        "lines": [[*location, size, linecache.getline(*location).strip()]
+                  for location, size in bytes_at.most_common(8)]}
 
 
 def _location(event: Mapping[str, Any]) -> tuple[str, int]:
@@ -249,14 +272,15 @@ def _location(event: Mapping[str, Any]) -> tuple[str, int]:
 
 def dump_collectives(diary: Diary) -> None:
     """Write the collectives of this rank from torch's flight recorder, with the lines that called them."""
-    if ranks.world_size() > 1:
-        trace: Any = torch._C._distributed_c10d  # its stub lacks the function
-        found = pickle.loads(trace._dump_nccl_trace()).get("entries", [])
-        calls = [[each["profiling_name"].removeprefix("nccl:"), _tensors(each["input_sizes"], each["input_dtypes"]),
-                  *own_location((frame["filename"], frame["line"]) for frame in each["frames"])] for each in found]
-        written = diary.path.with_suffix(f".{threading.get_ident()}")
-        written.write_text(json.dumps(calls))
-        written.rename(diary.path.with_suffix(".collectives"))
+    if ranks.world_size() == 1:
+        return
+    recorder: Any = torch._C._distributed_c10d  # its stub lacks the function
+    entries = pickle.loads(recorder._dump_nccl_trace()).get("entries", [])
+    calls = [[entry["profiling_name"].removeprefix("nccl:"), _tensors(entry["input_sizes"], entry["input_dtypes"]),
+              *own_location((frame["filename"], frame["line"]) for frame in entry["frames"])] for entry in entries]
+    written = diary.path.with_suffix(f".{threading.get_ident()}")
+    written.write_text(json.dumps(calls))
+    written.rename(diary.path.with_suffix(".collectives"))
 
 
 def _tensors(sizes: Iterable[Iterable[int]], dtypes: Iterable[str]) -> str:
