@@ -70,12 +70,9 @@ def run_rank(launch: str, rank: int, job: Mapping[str, Any]) -> None:
         pass
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        missing, messages = nullcard.lacks(), ""
-        cause: BaseException | None = error
-        while missing and cause is not None:
-            messages, cause = f"{messages} {cause}", cause.__cause__ or cause.__context__
-        if missing and (missing[-1] in messages or "not supported" in messages.lower().replace("_", " ")):
-            diary.write("skip", f"the null card has no {missing[-1]}")
+        missing = _missing_function(error)
+        if missing is not None:
+            diary.write("skip", f"the null card has no {missing}")
         else:
             diary.add_error(error)
     for function in dict.fromkeys(nullcard.lacks()):
@@ -88,25 +85,37 @@ def run_rank(launch: str, rank: int, job: Mapping[str, Any]) -> None:
     os._exit(code)
 
 
+def _missing_function(error: BaseException) -> str | None:
+    """Return the function that only a real card has, if an error is due to it."""
+    lacks = nullcard.lacks()
+    if not lacks:
+        return None
+    messages = ""
+    cause: BaseException | None = error
+    while cause is not None:
+        messages += f" {cause}"
+        cause = cause.__cause__ or cause.__context__
+    is_cause = lacks[-1] in messages or "not supported" in messages.lower().replace("_", " ")
+    return lacks[-1] if is_cause else None
+
+
 # ------------------------------------------------------------------------------------------- before anything runs
 
 
 def prepare(job: dict[str, Any], diary: Diary) -> int:
     """Write the corpus and check the recipe on the null card; a recipe that can't be loaded is only checked."""
     diary.begin_stage("start")
-    capability, kernels = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
+    capability = torch.cuda.get_device_capability()
+    kernels = torch.cuda.get_arch_list()
     if not runs_on(kernels, capability):
         diary.report("no-kernels", ("", 0), f"torch {torch.__version__} has no kernels for this GPU, whose compute "
                      f"capability is {'.'.join(map(str, capability))}: it was built for {', '.join(kernels)}",
                      "install another build of torch", ends=True)
         return 1
     diary.begin_stage("corpus")
-    args, request, findings = list(job["args"]), arguments.parse(job["args"]), Findings()
-    read(request.path, request.overrides, findings)
-    defaults = {"data_folder": str(Path(job["folder"], "data")), "language": "en"}
-    placeholders = {finding.key for finding in findings if finding.code == "placeholder"}
-    args += [arg for key in defaults if key in placeholders for arg in (f"--{key}", defaults[key])]
-    request, failed = arguments.parse(args), None
+    args, findings = _with_placeholders(job)
+    request = arguments.parse(args)
+    failed: Exception | None = None
     try:
         first = {**request.overrides, "output_folder": str(Path(job["folder"], "first"))}
         recipe = load.open_recipe(request.path, first)
@@ -114,15 +123,7 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
         args += written_corpus["args"]
         max_batch_seconds = recipe.keys.batching.max_batch_seconds
         if recipe.keys.batching.auto:
-            from sbkit.train.memory import batch_size_search
-            from sbkit.train.memory.trials import open_trial
-
-            device, request = torch.device("cuda:0"), arguments.parse(args)
-            with open_trial(request, device) as trial:
-                found = batch_size_search.measure(trial, request, batch_size_search.memory_budget(None, device), True)
-                max_batch_seconds, how = batch_size_search.recommended(trial, found)
-            if not max_batch_seconds:
-                raise SbkitError(f"max_batch_seconds: auto: {how}", hint=batch_size_search.SMALLER)
+            max_batch_seconds = _search_batch_size(arguments.parse(args))
             args += ["--batching.max_batch_seconds", f"{max_batch_seconds:g}"]
         diary.write("figures", {"data": written_corpus["what"], "reads": written_corpus["reads"],
                                 "num_workers": recipe.keys.num_workers,
@@ -136,8 +137,8 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
     report = check(request.path, request.overrides, run_opts=request.run_opts)
     written = json.loads(report.json())
     unread = {finding.key for finding in findings}  # before the corpus was replaced, whose keys are no longer read
-    written["warnings"] = [each for each in written["warnings"]
-                           if each["code"] != "unread-key" or each["key"] in unread]
+    written["warnings"] = [warning for warning in written["warnings"]
+                           if warning["code"] != "unread-key" or warning["key"] in unread]
     diary.write("report", written)
     if report.errors:
         return 1
@@ -148,11 +149,40 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
     return 0
 
 
+def _with_placeholders(job: Mapping[str, Any]) -> tuple[list[str], Findings]:
+    """Return the arguments with values for the placeholders that have a default here, and what reading them found."""
+    args = list(job["args"])
+    findings = Findings()
+    request = arguments.parse(args)
+    read(request.path, request.overrides, findings)
+    placeholders = {finding.key for finding in findings if finding.code == "placeholder"}
+    defaults = {"data_folder": str(Path(job["folder"], "data")), "language": "en"}
+    for key, value in defaults.items():
+        if key in placeholders:
+            args += [f"--{key}", value]
+    return args, findings
+
+
+def _search_batch_size(request: arguments.CommandLine) -> float:
+    """Return the ``max_batch_seconds`` that a run with ``auto`` would find."""
+    from sbkit.train.memory import batch_size_search
+    from sbkit.train.memory.trials import open_trial
+
+    device = torch.device("cuda:0")
+    with open_trial(request, device) as trial:
+        budget = batch_size_search.memory_budget(None, device)
+        sizes = batch_size_search.measure(trial, request, budget, fresh=True)
+        seconds, how = batch_size_search.recommended(trial, sizes)
+    if not seconds:
+        raise SbkitError(f"max_batch_seconds: auto: {how}", hint=batch_size_search.SMALLER)
+    return seconds
+
+
 # ------------------------------------------------------------------------------------------- one step, measured
 
 
 def measure(job: Mapping[str, Any], diary: Diary) -> int:
-    """Run steps on stand-in batches to measure host time and memory, and whether the estimated batch fits."""
+    """Run steps on dummy batches to measure host time and memory, and whether the estimated batch fits."""
     from sbkit.train.memory.trials import open_trial
 
     diary.begin_stage("count of FLOPs")
@@ -162,68 +192,82 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         diary.brain = brain = trial.brain
         seconds = trial.edges[-1]
         count = max(1, int(trial.batching.max_batch_seconds / seconds))
-        kernels: list[tuple[int, int]] = []
+        kernels: list[tuple[int, int]] = []  # operations and bytes of each
         try:
             kernels = flops.run(brain, count, seconds, flops.FlopCounter).kernels
         except NotImplementedError as error:
             if not str(error).startswith("Could not run "):  # torch's message for an operation without a meta kernel
                 raise
             diary.write("skip", f"an operation doesn't support fake tensors: {first_line(error)}")
+
         diary.begin_stage("a step of the planned batch")
         batch = trial.batch(count, seconds)
-        for _ in range(2):  # the first creates the optimizer states
-            if not brain.try_batch(batch):
-                raise SbkitError(f"the planned micro-batch of {batch.padded_seconds:.0f} s doesn't fit into the GPU",
-                                 hint="lower max_batch_seconds")
-        brain.train_state.first_step_checked = True  # in a run, only the first step looks for what is unreached
-        steps = []  # the CPU seconds of this process for a step, and its counts of launches and copies
-        for _ in range(TRIES):
-            before, began = nullcard.counters(), time.process_time()
-            brain.try_batch(batch)
-            steps.append((time.process_time() - began, nullcard.counters() - before))
-        host, counted = min(steps, key=lambda step: step[0])
-        nodes, pools = brain.trainer.runner.nodes, (each for each in torch.cuda.memory_snapshot()
-                                                    if each["segment_pool_id"] != (0, 0))
-        graph_bytes = sum(each["total_size"] for each in pools)
+        host_seconds, calls = _time_steps(brain, batch)
+        nodes = brain.trainer.runner.nodes
+        pools = [pool for pool in torch.cuda.memory_snapshot() if pool["segment_pool_id"] != (0, 0)]
+        graph_bytes = sum(pool["total_size"] for pool in pools)
         torch.cuda.empty_cache()  # what is left is in use, or of graphs
         reserved = torch.cuda.memory_reserved() if nodes else 0
         brain.trainer.runner.reset()  # the next step is without, so that its lines are known
         held, peak, timeline = memory_timeline(brain, batch)
         work = [*kernels, (0, update_bytes(brain))]
         limits = limits_of(device, brain.precision)
-        estimate = job["estimate"]
         figures = {
             "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds,
             "step_seconds": trial.batching.update_seconds, "precision": brain.precision,
-            "operations": sum(each for each, _ in work), "bytes": sum(each for _, each in work),
-            "host_ms": 1e3 * host, "graph_nodes": nodes, "graph_bytes": graph_bytes, "reserved_bytes": reserved,
-            **asdict(counted), "held_bytes": held, "peak_bytes": peak,
+            "operations": sum(operations for operations, _ in work), "bytes": sum(size for _, size in work),
+            "host_ms": 1e3 * host_seconds, "graph_nodes": nodes, "graph_bytes": graph_bytes,
+            "reserved_bytes": reserved, **asdict(calls), "held_bytes": held, "peak_bytes": peak,
             "card_ms": 1e3 * flops.least_seconds(work, limits) if kernels and limits is not None else None,
-            "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
+            "estimated_bytes": job["estimate"].get("step_bytes"), "timeline": timeline}
         diary.write("figures", figures)
+
         diary.begin_stage("the largest batch of the estimate")
-        if not (estimated := estimate.get("largest_here")):
+        estimated = job["estimate"].get("largest_here")
+        if not estimated:
             diary.write("skip", "the check has no estimate")
             return 0
         del batch
-        host = HOST_BYTES / torch.float32.itemsize / brain.keys.sample_rate
-        capped = f" (estimated: {estimated:.0f} s; limited by this machine's memory)" if estimated > host else ""
-        count = max(1, int(min(estimated, host) / seconds))
-        torch.cuda.reset_peak_memory_stats()
-        try:
-            fits = brain.try_batch(brain.stand_in(count, seconds).to(device))
-        except RuntimeError as error:
-            if "32-bit index math" not in str(error):
-                raise
-            diary.write("skip", f"{count} utterances of {seconds:g} s are too many for a convolution without cuDNN")
-            return 0
-        if not fits:
-            diary.report("estimate", (str(request.path), 0), f"the check estimates that {estimated:.0f} s fit into "
-                         f"this GPU, but {count} utterances of {seconds:g} s don't", "sbkit tune finds what fits; "
-                         "please report this recipe, because its estimate is wrong")
-        diary.write("figures", {"largest_batch": f"{count} x {seconds:g} s{capped}",
-                                "largest_peak_bytes": torch.cuda.max_memory_allocated()})
+        _try_largest(brain, estimated, seconds, str(request.path), device, diary)
     return 0
+
+
+def _time_steps(brain: Any, batch: MicroBatch) -> tuple[float, nullcard.Counters]:  # a task's
+    """Return the CPU seconds of this process for the fastest of some steps, and its counts of launches and copies."""
+    for _ in range(2):  # the first creates the optimizer states
+        if not brain.try_batch(batch):
+            raise SbkitError(f"the planned micro-batch of {batch.padded_seconds:.0f} s doesn't fit into the GPU",
+                             hint="lower max_batch_seconds")
+    brain.train_state.first_step_checked = True  # in a run, only the first step looks for what is unreached
+    steps = []
+    for _ in range(TRIES):
+        before = nullcard.counters()
+        began = time.process_time()
+        brain.try_batch(batch)
+        steps.append((time.process_time() - began, nullcard.counters() - before))
+    return min(steps, key=lambda step: step[0])
+
+
+def _try_largest(brain: Any, estimated: float, seconds: float, path: str, device: torch.device,  # a task's
+                 diary: Diary) -> None:
+    """Try a batch of the seconds that the check estimates to fit, in utterances of ``seconds``."""
+    possible = HOST_BYTES / torch.float32.itemsize / brain.keys.sample_rate
+    capped = f" (estimated: {estimated:.0f} s; limited by this machine's memory)" if estimated > possible else ""
+    count = max(1, int(min(estimated, possible) / seconds))
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        fits = brain.try_batch(brain.stand_in(count, seconds).to(device))
+    except RuntimeError as error:
+        if "32-bit index math" not in str(error):
+            raise
+        diary.write("skip", f"{count} utterances of {seconds:g} s are too many for a convolution without cuDNN")
+        return
+    if not fits:
+        diary.report("estimate", (path, 0), f"the check estimates that {estimated:.0f} s fit into "
+                     f"this GPU, but {count} utterances of {seconds:g} s don't", "sbkit tune finds what fits; "
+                     "please report this recipe, because its estimate is wrong")
+    diary.write("figures", {"largest_batch": f"{count} x {seconds:g} s{capped}",
+                            "largest_peak_bytes": torch.cuda.max_memory_allocated()})
 
 
 # ------------------------------------------------------------------------------------------- the run itself
@@ -276,8 +320,12 @@ def resume(job: Mapping[str, Any], diary: Diary) -> int:
 def fail(job: Mapping[str, Any], diary: Diary) -> int:
     """Try a batch that doesn't fit, which must leave nothing behind; then the last rank fails, and all must end."""
     diary.begin_stage("start")
-    device, figures, world = torch.device("cuda", ranks.rank()), job["figures"], ranks.world_size()
-    fits, tried, steps = Trainer.fits, False, 0
+    device = torch.device("cuda", ranks.rank())
+    figures = job["figures"]
+    world = ranks.world_size()
+    fits = Trainer.fits
+    tried = False
+    steps = 0
 
     def in_little_memory(trainer: Trainer, batch: MicroBatch) -> bool:
         nonlocal tried

@@ -31,7 +31,7 @@ def environment(card: Card, count: int, *, base: Mapping[str, str] = os.environ,
             (folder / name).symlink_to(library)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     major, minor = card.capability
-    facts = {"NAME": f"{card.name} (null)", "MEMORY": card.memory, "MULTIPROCESSORS": card.multiprocessors,
+    properties = {"NAME": f"{card.name} (null)", "MEMORY": card.memory, "MULTIPROCESSORS": card.multiprocessors,
              "MAJOR": major, "MINOR": minor, "SHARED_MEMORY": card.shared_memory, "THREADS": card.threads,
              "COUNT": count, "PATIENCE": patience,
              # Sizes read from values mean nothing here; this limit ends the process before they fill the host.
@@ -42,7 +42,7 @@ def environment(card: Card, count: int, *, base: Mapping[str, str] = os.environ,
     before = {name: base[name] for name in ("LD_PRELOAD", "LD_LIBRARY_PATH") if base.get(name)}
     return {
         "GLOO_SOCKET_IFNAME": "lo", **base, **allocator,
-        **{f"SBKIT_CARD_{name}": str(value) for name, value in facts.items()},
+        **{f"SBKIT_CARD_{name}": str(value) for name, value in properties.items()},
         "LD_PRELOAD": ":".join([str(library), *filter(None, [before.get("LD_PRELOAD")])]),
         "LD_LIBRARY_PATH": ":".join([str(folder), *filter(None, [before.get("LD_LIBRARY_PATH")])]),
         "TRITON_LIBCUDA_PATH": str(folder), "HF_HUB_OFFLINE": "1",
@@ -88,10 +88,10 @@ def lacks() -> list[str]:
 
 
 def _listed(function: str) -> list[str]:
-    found: list[str] = []
-    getattr(ctypes.CDLL(None), function)(ctypes.CFUNCTYPE(None, ctypes.c_char_p)(
-        lambda text: found.append(text.decode())))
-    return found
+    texts: list[str] = []
+    append = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda text: texts.append(text.decode()))
+    getattr(ctypes.CDLL(None), function)(append)
+    return texts
 
 
 @contextlib.contextmanager

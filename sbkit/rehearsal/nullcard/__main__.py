@@ -15,13 +15,13 @@ def main() -> None:
                                      "that compute nothing, on a machine without any.")
     parser.add_argument("--cards", default="H100", help="such as 2xH100 (default: %(default)s)")
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        count, card = parse_cards(given.cards)
+        count, card = parse_cards(args.cards)
         variables = environment(card, count)
     except SbkitError as error:
         parser.error(str(error))
-    os.execvpe(given.command[0], given.command, variables)
+    os.execvpe(args.command[0], args.command, variables)
 
 
 if __name__ == "__main__":
