@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from sbkit.rehearsal import nullcard
+from sbkit.rehearsal import fake_gpu
 from sbkit.system.processes import free_port, torchrun_environment
 
 # A server that has imported everything forks the ranks: the first launch is slow, the others are not.
@@ -110,7 +110,7 @@ def _run(pipe, rank, world, port, fn, args) -> None:
     os.environ.update(environment_of(rank, world, port))
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of its own children, as in a program that nobody forked
-    if nullcard.active():
+    if fake_gpu.active():
         from sbkit.rehearsal import no_values
 
         no_values.install()

@@ -9,11 +9,11 @@ import sbkit
 from sbkit.export import graph
 from sbkit.recipe import files
 from sbkit.recipe.source import Findings
-from sbkit.rehearsal import nullcard
+from sbkit.rehearsal import fake_gpu
 from sbkit.score.report.templates import TEMPLATES
 from sbkit.system import environment
 
-with nullcard.without_driver():
+with fake_gpu.without_driver():
     import speechbrain.lobes.models.transformer.TransformerASR
     import speechbrain.nnet.embedding  # noqa: F401
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sbkit.rehearsal import nullcard
+from sbkit.rehearsal import fake_gpu
 
 _FORK = multiprocessing.get_context("fork")
 #: Seconds between checks that workers are alive: a child of one may keep its pipe open.
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    with nullcard.without_driver() if session.config.getoption("workers") else contextlib.nullcontext():
+    with fake_gpu.without_driver() if session.config.getoption("workers") else contextlib.nullcontext():
         return (yield)
 
 

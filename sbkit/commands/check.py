@@ -17,7 +17,7 @@ from sbkit.system.environment import check_torch
 
 HELP = (
     "--json prints it for programs, --measure times a few steps.\n"
-    "--as 8xH100 rehearses the whole run on simulated GPUs;\n"
+    "--as 8xH100 rehearses the whole run on fake GPUs;\n"
     "--html FILE writes its report as a page.\n--price 2.5 predicts hours, energy and cost of the whole run, at this "
     "price of a device per hour.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing,\n"
     "and lists what it could not check."

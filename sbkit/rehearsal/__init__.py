@@ -1,1 +1,1 @@
-"""Runs a recipe from start to end on simulated GPUs (null cards), on a machine without a GPU."""
+"""Runs a recipe from start to end on fake GPUs, on a machine without a GPU."""

@@ -1,4 +1,4 @@
-"""Disables checks of computed values, which mean nothing on a null card; the computations still run.
+"""Disables checks of computed values, which mean nothing on a fake GPU; the computations still run.
 
 ``python -m sbkit.rehearsal.no_values train.py ...`` runs a script that way. ``PATCHES`` says what is replaced, and why.
 """

@@ -24,7 +24,7 @@ from sbkit.recipe.cost import update_bytes
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import limits_of
-from sbkit.rehearsal import corpus, nullcard
+from sbkit.rehearsal import corpus, fake_gpu
 from sbkit.rehearsal.cards import runs_on
 from sbkit.rehearsal.watch import Diary, Watch, dump_collectives, keep_collectives, memory_timeline
 from sbkit.runs import start
@@ -72,12 +72,12 @@ def run_rank(launch: str, rank: int, job: Mapping[str, Any]) -> None:
         traceback.print_exc()
         missing = _missing_function(error)
         if missing is not None:
-            diary.write("skip", f"the null card has no {missing}")
+            diary.write("skip", f"the fake GPU has no {missing}")
         else:
             diary.add_error(error)
-    for function in dict.fromkeys(nullcard.lacks()):
+    for function in dict.fromkeys(fake_gpu.lacks()):
         diary.write("lacks", function)
-    for refused in dict.fromkeys(nullcard.errors()):
+    for refused in dict.fromkeys(fake_gpu.errors()):
         diary.report("invalid-launch", ("", 0), f"a real GPU would refuse {refused}",
                      "check the sizes of this operation")
     dump_collectives(diary)
@@ -87,7 +87,7 @@ def run_rank(launch: str, rank: int, job: Mapping[str, Any]) -> None:
 
 def _missing_function(error: BaseException) -> str | None:
     """Return the function that only a real card has, if an error is due to it."""
-    lacks = nullcard.lacks()
+    lacks = fake_gpu.lacks()
     if not lacks:
         return None
     messages = ""
@@ -103,7 +103,7 @@ def _missing_function(error: BaseException) -> str | None:
 
 
 def prepare(job: dict[str, Any], diary: Diary) -> int:
-    """Write the corpus and check the recipe on the null card; a recipe that can't be loaded is only checked."""
+    """Write the corpus and check the recipe on the fake GPU; a recipe that can't be loaded is only checked."""
     diary.begin_stage("start")
     capability = torch.cuda.get_device_capability()
     kernels = torch.cuda.get_arch_list()
@@ -232,7 +232,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
     return 0
 
 
-def _time_steps(brain: Any, batch: MicroBatch) -> tuple[float, nullcard.Counters]:  # a task's
+def _time_steps(brain: Any, batch: MicroBatch) -> tuple[float, fake_gpu.Counters]:  # a task's
     """Return the CPU seconds of this process for the fastest of some steps, and its counts of launches and copies."""
     for _ in range(2):  # the first creates the optimizer states
         if not brain.try_batch(batch):
@@ -241,10 +241,10 @@ def _time_steps(brain: Any, batch: MicroBatch) -> tuple[float, nullcard.Counters
     brain.train_state.first_step_checked = True  # in a run, only the first step looks for what is unreached
     steps = []
     for _ in range(TRIES):
-        before = nullcard.counters()
+        before = fake_gpu.counters()
         began = time.process_time()
         brain.try_batch(batch)
-        steps.append((time.process_time() - began, nullcard.counters() - before))
+        steps.append((time.process_time() - began, fake_gpu.counters() - before))
     return min(steps, key=lambda step: step[0])
 
 

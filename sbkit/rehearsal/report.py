@@ -21,7 +21,7 @@ STAGES = ("corpus", "check", "start", "count of FLOPs", "steps", "a step of the 
           "kill and resume", "test", "export", "model.pt2 on the card", "a rank that fails")
 #: Milliseconds of a GPU step below which the model is a toy, and no larger batch keeps the GPU busy.
 TOY_MS = 0.05
-UNREACHED, LACKS = "not reached", "the null card has no"
+UNREACHED, LACKS = "not reached", "the fake GPU has no"
 NEEDS_GPU = ("the values that kernels compute, since no kernel runs here",
              "the speed of kernels, and how much communication between ranks overlaps with backward",
              "`make gpu` tests these on a real GPU")
@@ -33,7 +33,7 @@ def assemble(recipe: str, lines: Sequence[Line], count: int, card: Card, seconds
     checks = [line["report"] for line in lines if "report" in line]
     costs = [check["sections"].get("cost", {}).get("values", {}) for check in checks]
     report = Report(recipe, seconds=seconds, notes=[
-        *(f"{name}, which the null card does not have" for name in lacks),
+        *(f"{name}, which the fake GPU does not have" for name in lacks),
         *(why for cost in costs for why in cost.get("inexact", ())), *NEEDS_GPU])
     for check in checks:
         report.add([Finding(**finding) for finding in (*check.get("errors", ()), *check.get("warnings", ()))])
@@ -74,11 +74,11 @@ def _add_unreached(report: Report, recipe: str, lacks: Sequence[str]) -> None:
     if not unreached or report.errors:
         return
     if lacks:
-        severity, why = WARNING, f"since the null card has no {', '.join(lacks)}"
+        severity, why = WARNING, f"since the fake GPU has no {', '.join(lacks)}"
         what_to_do = "test these on a real GPU: make gpu"
     else:
         severity, why = ERROR, "and no process reported why"
-        what_to_do = "run it with `python -m sbkit.rehearsal.nullcard -- sbkit train`"
+        what_to_do = "run it with `python -m sbkit.rehearsal.fake_gpu -- sbkit train`"
     report.add([Finding(severity, "not-reached", recipe, 0, "", f"{', '.join(unreached)}: not reached, {why}",
                         what_to_do)])
 

@@ -1,4 +1,4 @@
-"""Rehearses a run: starts its processes on null cards, watches them, and collects their log lines."""
+"""Rehearses a run: starts its processes on fake GPUs, watches them, and collects their log lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import sbkit
 from sbkit.errors import SbkitError
-from sbkit.rehearsal import nullcard
+from sbkit.rehearsal import fake_gpu
 from sbkit.rehearsal.cards import Card
 from sbkit.system.console import LINE_SECONDS, time_span
 from sbkit.system.processes import child, ended_by, free_port, session_seconds, torchrun_environment
@@ -53,14 +53,14 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
     args : the command line, after ``sbkit train``
     count : the number of cards
     """
-    nullcard.build()
+    fake_gpu.build()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sbkit-rehearsal-") as temporary:
         folder = Path(temporary)
         job = {"folder": temporary, "world": min(count, RANKS), "args": [*args, "--device", "cuda"]}
         (folder / "job.json").write_text(json.dumps(job))
         path = os.pathsep.join(filter(None, [str(Path(sbkit.__file__).parent.parent), os.environ.get("PYTHONPATH")]))
-        environment = nullcard.environment(
+        environment = fake_gpu.environment(
             card, count, base={**os.environ, "PYTHONPATH": path}, patience=PATIENCE) | {
             "TORCH_FR_BUFFER_SIZE": "20000", "TMPDIR": temporary, "OMP_NUM_THREADS": "1"}
         with open(folder / "server.log", "w") as log:
@@ -92,7 +92,7 @@ def _latest_stage(folder: Path) -> str:
 
 def main(folder: str) -> None:
     """Fork the processes of a rehearsal from this one, which imports everything once."""
-    with nullcard.without_driver():
+    with fake_gpu.without_driver():
         import torch._dynamo
         import torch._refs  # noqa: F401 (for fake tensors)
 

@@ -94,7 +94,7 @@ def depths(brain: sb.Brain, parts: ParameterGroups) -> dict[str, int]:
     return {path: depth_of.get(id(p), 0) for path, p in parts.parameters.items()}
 
 
-def _used_stack(brain: Any, order: Mapping[int, int]) -> list[nn.Module]:
+def _used_stack(brain: sb.Brain, order: Mapping[int, int]) -> list[nn.Module]:
     """Return those of the stacked layers that the loss uses.
 
     By default they are the list of layers of one class that has the most parameters in layers that the loss uses.

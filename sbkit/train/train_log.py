@@ -57,7 +57,7 @@ class TrainLog(ResumableLog, FileTrainLogger):
                      for stage, stats in stats_of.items()}
             logger.info(" - ".join(self._stats_to_string(stats, stage) for stage, stats in shown.items()))
 
-    def _shown(self, value: Any) -> Any:
+    def _shown(self, value: object) -> object:
         """Format a float without an exponent where its size is usual."""
         if not isinstance(value, float):
             return value

@@ -66,7 +66,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_recipes(wheel):
         wanted |= {f"sbkit/starter/{path.relative_to(ROOT)}": path.read_bytes()
                    for path in (ROOT / folder).rglob("*.yaml")}
     assert {"sbkit/serve/page.html", "sbkit/score/report/page.html", "sbkit/runs/log-config.yaml",
-            "sbkit/nn/native/kernels.c", "sbkit/nn/native/rows.h", "sbkit/rehearsal/nullcard/crt/host_config.h",
+            "sbkit/nn/native/kernels.c", "sbkit/nn/native/rows.h", "sbkit/rehearsal/fake_gpu/crt/host_config.h",
             "sbkit/starter/hparams/ctc.yaml"} <= set(wanted)
     assert {name: len(text) for name, text in packed.items() if ".dist-info/" not in name} == {
         name: len(text) for name, text in wanted.items()}

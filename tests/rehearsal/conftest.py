@@ -1,4 +1,4 @@
-"""A process on null cards that forks others, whose imports are done then."""
+"""A process on fake GPUs that forks others, whose imports are done then."""
 
 import subprocess
 import sys
@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from sbkit.rehearsal.cards import CARDS
-from sbkit.rehearsal.nullcard import environment
+from sbkit.rehearsal.fake_gpu import environment
 
 #: Forks processes whose imports are done, for each line of scripts with their environments and where they print.
 SERVER = """
 import json, os, sys, traceback
-from sbkit.rehearsal import nullcard
-with nullcard.without_driver():
+from sbkit.rehearsal import fake_gpu
+with fake_gpu.without_driver():
     import torch, sbkit.export.bundle, sbkit.rehearsal.rank, sbkit.runs.training
 for line in sys.stdin:
     started = []
@@ -37,7 +37,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def server():
-    """Processes on null cards, of any card and number: they read which when they first ask for one."""
+    """Processes on fake GPUs, of any card and number: they read which when they first ask for one."""
     made = environment(CARDS["H100"], 1)
     with subprocess.Popen([sys.executable, "-c", SERVER], env=made, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as running:

@@ -95,7 +95,7 @@ def test_a_rehearsal_says_what_it_is_at(monkeypatch, capsys):
     monkeypatch.setattr(run, "child", server)
     monkeypatch.setattr(run, "LINE_SECONDS", 0.3)
     for name in ("build", "environment"):
-        monkeypatch.setattr(run.nullcard, name, lambda *given, **more: {})
+        monkeypatch.setattr(run.fake_gpu, name, lambda *given, **more: {})
     assert run.rehearse([], 1, CARDS["H100"]) == []
     first, *_ = capsys.readouterr().err.splitlines()
     assert first.startswith("rehearsing for 0.3") and first.endswith(" s: validation")
@@ -219,15 +219,15 @@ def test_a_rank_to_which_others_leave_no_core_does_not_hang(tmp_path, monkeypatc
     assert well and errors_of(lines)[0].code == "not-reached"
 
 
-def test_a_function_that_the_null_card_lacks_is_a_warning_and_a_note():
-    lines = [{"stage": "steps"}, {"skip": "the null card has no cudnnRNN"}, {"lacks": "cudnnRNN"}]
+def test_a_function_that_the_fake_gpu_lacks_is_a_warning_and_a_note():
+    lines = [{"stage": "steps"}, {"skip": "the fake GPU has no cudnnRNN"}, {"lacks": "cudnnRNN"}]
     lines = [{"launch": "train", "rank": 0, "at": 1.0} | line for line in lines]
     report = assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0)
-    assert not report.errors and report.notes[0].startswith("cudnnRNN, which the null card does not have")
+    assert not report.errors and report.notes[0].startswith("cudnnRNN, which the fake GPU does not have")
     [warning] = report.warnings
     assert all(stage in warning.message for stage in ("steps", "validation", "export", "cudnnRNN"))
     assert "1 warning" in report.verdict()
-    assert report.sections["rehearsal"].values["stages"]["steps"]["result"].startswith("skipped: the null card has no")
+    assert report.sections["rehearsal"].values["stages"]["steps"]["result"].startswith("skipped: the fake GPU has no")
 
 
 @pytest.mark.parametrize(("said", "left_out"), [

@@ -1,4 +1,4 @@
-"""What a null card's values make meaningless is replaced, name by name, in versions of torch that were looked at."""
+"""What a fake GPU's values make meaningless is replaced, name by name, in versions of torch that were looked at."""
 
 import inspect
 import re

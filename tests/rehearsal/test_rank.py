@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sbkit.rehearsal import nullcard, rank, watch
+from sbkit.rehearsal import fake_gpu, rank, watch
 from sbkit.rehearsal.cards import CARDS
 from sbkit.rehearsal.report import assemble
 
@@ -15,8 +15,8 @@ CTC = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 
 @pytest.mark.gpu
 def test_the_memory_of_a_step_has_that_of_its_graphs(tmp_path, monkeypatch):
-    if not nullcard.active():
-        pytest.skip("a rehearsal is on a null card")
+    if not fake_gpu.active():
+        pytest.skip("a rehearsal is on a fake GPU")
     torch.zeros(1, device="cuda:0")
     torch.cuda.empty_cache()
     before, seen = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), []

@@ -19,7 +19,7 @@ def test_what_is_marked_gpu_passes_on_two_cards_that_compute_nothing(tmp_path):
     # Collecting all other files would take longer than running these.
     files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if re.search(r"mark\.gpu", path.read_text())]
     report = tmp_path / "junit.xml"
-    done = subprocess.run([sys.executable, "-m", "sbkit.rehearsal.nullcard", "--cards", "2xH100", "--",
+    done = subprocess.run([sys.executable, "-m", "sbkit.rehearsal.fake_gpu", "--cards", "2xH100", "--",
                            sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider",
                            f"--junitxml={report}", *files], cwd=TESTS.parent, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-8000:]}{done.stderr[-2000:]}"

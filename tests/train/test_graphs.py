@@ -12,7 +12,7 @@ from speechbrain.utils.epoch_loop import EpochCounter
 from torch import nn
 from toys import ToyBrain, ToyTrainLoader, brain, furthest, layers, state
 
-from sbkit.rehearsal import nullcard
+from sbkit.rehearsal import fake_gpu
 from sbkit.train import graphs
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
@@ -37,10 +37,10 @@ def trained(cls=Drops, steps=8, micros=1, hparams=None, after=None, loader=None,
     counts, train_step = [], toy.trainer.train_step
 
     def counted(micro_batches):
-        before = nullcard.counters() if nullcard.active() else None
+        before = fake_gpu.counters() if fake_gpu.active() else None
         more = train_step(micro_batches)
         if more and before:
-            counts.append(nullcard.counters() - before)
+            counts.append(fake_gpu.counters() - before)
         if after:
             after(toy)
         return more
@@ -55,22 +55,22 @@ def launches(counts):
 
 
 @pytest.fixture
-def on_a_null_card():
-    if not nullcard.active():
-        pytest.skip("launches are counted on a null card")
+def on_a_fake_gpu():
+    if not fake_gpu.active():
+        pytest.skip("launches are counted on a fake GPU")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [
     {}, {"micros": 3}, {"precision": "fp16"}, {"precision": "bf16", "max_grad_norm": 1.0},
     {"opt_class": partial(torch.optim.SGD, lr=0.1)}], ids=str)
-def test_a_captured_step_has_few_launches_and_waits_for_nothing(options, on_a_null_card):
+def test_a_captured_step_has_few_launches_and_waits_for_nothing(options, on_a_fake_gpu):
     _, counts = trained(steps=12, **options)
     _, plain = trained(steps=12, hparams={"graphs": False}, **options)
     micros = options.get("micros", 1)
     assert all(count.launches <= MICRO * micros + UPDATE for count in counts[4:]), launches(counts)
     assert not any(count.synchronisations or count.captures for count in counts[4:])
-    assert min(launches(plain)) > 3 * max(launches(counts[4:])) and nullcard.errors() == []
+    assert min(launches(plain)) > 3 * max(launches(counts[4:])) and fake_gpu.errors() == []
 
 
 def counters(toy):
@@ -125,7 +125,7 @@ def test_a_run_that_died_is_where_one_that_did_not_is(tmp_path):
 
 
 @pytest.mark.gpu
-def test_what_thaws_is_captured_too(on_a_null_card):
+def test_what_thaws_is_captured_too(on_a_fake_gpu):
     _, counts = trained(steps=14, hparams={"freeze": {"model.0": 6}})
     few = [count.launches <= MICRO + UPDATE and not count.captures for count in counts]
     assert few == [False, False, True, True, True, True, False, False, True, True, True, True, True, True]
@@ -189,7 +189,7 @@ class Longer(ToyTrainLoader):
 
 
 @pytest.mark.gpu
-def test_a_batch_that_is_larger_than_any_shape_is_computed_without(on_a_null_card, caplog):
+def test_a_batch_that_is_larger_than_any_shape_is_computed_without(on_a_fake_gpu, caplog):
     caplog.set_level(logging.INFO, "sbkit.train.graphs")
     toy, counts = trained(ToyBrain, loader=Longer(steps=12, size=8, micros=1))
     assert [count.launches > MICRO + UPDATE for count in counts[4:]] == [False, False, False, True] * 2
@@ -226,7 +226,7 @@ def launched_on_a_rank(micros):
                             loader=ToyTrainLoader(steps=8, size=8, micros=micros, rank=ranks.rank(), world=2))
     finally:
         torch.distributed.all_reduce = all_reduce
-    return launches(counts), called, nullcard.errors() if nullcard.active() else []
+    return launches(counts), called, fake_gpu.errors() if fake_gpu.active() else []
 
 
 @pytest.mark.gpu(cards=2)

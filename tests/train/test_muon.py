@@ -17,7 +17,7 @@ from toys import ToyTrainLoader, brain, layers
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
-from sbkit.rehearsal import nullcard
+from sbkit.rehearsal import fake_gpu
 from sbkit.train import muon
 from sbkit.train.distributed import ranks, sharding
 from sbkit.train.muon import Muon, newton_schulz, orthogonalise
@@ -360,8 +360,8 @@ def test_ranks_share_the_work_and_have_the_same_bits_whatever_their_processors(w
 
 @pytest.mark.gpu
 def test_an_update_of_more_matrices_launches_few_more_kernels():
-    if not nullcard.active():
-        pytest.skip("launches are counted on a null card")
+    if not fake_gpu.active():
+        pytest.skip("launches are counted on a fake GPU")
 
     def launches(count):
         weights = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in ((8, 8), (8, 16), (16, 8)) * count]
@@ -370,9 +370,9 @@ def test_an_update_of_more_matrices_launches_few_more_kernels():
         for _ in range(2):  # the first makes the state
             for weight in weights:
                 weight.grad = torch.ones_like(weight)
-            before = nullcard.counters()
+            before = fake_gpu.counters()
             optimizer.step()
-        return (nullcard.counters() - before).launches
+        return (fake_gpu.counters() - before).launches
 
     assert 0 < launches(40) <= launches(2) + 20
 

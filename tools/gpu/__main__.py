@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sbkit import doctor
 from sbkit.errors import SbkitError
-from sbkit.rehearsal import nullcard
+from sbkit.rehearsal import fake_gpu
 
 from . import report
 from .bench import CheckProcess
@@ -53,7 +53,7 @@ def prove(args: argparse.Namespace) -> int:
     started, stamp = time.monotonic(), time.time()
     asked = [check for check in CHECKS if not args.only or check.name in args.only]
     settings, machine = find_cards(args.dry_run)
-    on_null = nullcard.active() and not args.only  # where what it can't show is left out
+    on_fake_gpu = fake_gpu.active() and not args.only  # where what it can't show is left out
     logs = Path(f"{args.out}-logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     say(f"{len(asked)} checks on {machine}, {args.minutes:g} minutes at most; logs in {logs}")
@@ -68,7 +68,7 @@ def prove(args: argparse.Namespace) -> int:
     try:
         until = started + 60 * args.minutes - APART
         for place, check in enumerate(asked):
-            result = _run(check, asked[place + 1:], until, {**settings, "home": home}, logs, on_null)
+            result = _run(check, asked[place + 1:], until, {**settings, "home": home}, logs, on_fake_gpu)
             results[check.name] = result
             written = report.write(report.RunReport(stamp, time.monotonic() - started, args.dry_run, about,
                                                list(results.values()), args.only), args.out)
@@ -83,16 +83,16 @@ def prove(args: argparse.Namespace) -> int:
 
 
 def _run(check: Check, later: Sequence[Check], until: float, settings: dict[str, object], logs: Path,
-         on_null: bool) -> Result:
+         on_fake_gpu: bool) -> Result:
     """Run a check for as long as it may take; one that has no room is left out, and those after it aren't."""
     cards = settings["cards"]
     assert isinstance(cards, int)
-    if why := check.not_here(cards, on_null):
+    if why := check.not_here(cards, on_fake_gpu):
         return left_out(check, why, NOT_SHOWN)
     left = until - time.monotonic()
     if check.seconds > left:
         return left_out(check, f"no time was left: {max(0.0, left):.0f} s of the {check.seconds:g} s it needs", NOT_RUN)
-    shares = sum(each.seconds for each in later if not each.not_here(cards, on_null))
+    shares = sum(each.seconds for each in later if not each.not_here(cards, on_fake_gpu))
     running = CheckProcess(check, settings, logs, max(check.seconds, left - shares))
     try:
         return running.result()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sbkit.errors import summary
-from sbkit.rehearsal import nullcard
+from sbkit.rehearsal import fake_gpu
 from sbkit.system import processes
 
 from . import corpus, process_group
@@ -274,7 +274,7 @@ class CheckProcess:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
         found = [Observation(**line) for line in lines if "note" not in line]
         seen = complete(self.check, found, how, late, self._cards)
-        return Result(self.check, without_values(self.check, seen) if nullcard.active() else seen,
+        return Result(self.check, without_values(self.check, seen) if fake_gpu.active() else seen,
                       [line["note"] for line in lines if "note" in line], seconds, str(self._log))
 
     def end(self) -> None:
@@ -308,7 +308,7 @@ def _check(function: str, bench: Bench, log: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     multiprocessing.set_start_method("fork", force=True)  # for its own children, as in an ordinary program
     try:
-        if nullcard.active():  # shows that each check runs and ends in its time, and nothing about values
+        if fake_gpu.active():  # shows that each check runs and ends in its time, and nothing about values
             from sbkit.rehearsal import no_values
 
             no_values.install()

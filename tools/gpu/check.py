@@ -9,7 +9,7 @@ from typing import Any
 OK, SHORT, FAILED, NOT_RUN = "as expected", "short", "failed", "not run"
 #: Verdicts that are no failure: something needed is missing (two cards, a package), or a card's target on a CPU.
 NOT_SHOWN, DRY_RUN = "not shown here", "dry run"
-NO_VALUES = "a null card can't show it"
+NO_VALUES = "a fake GPU can't show it"
 #: Verdicts for exit code 1: a check that wasn't run proves nothing.
 BAD = (FAILED, SHORT, NOT_RUN)
 
@@ -24,14 +24,14 @@ class Expect:
     """One expected line of the report.
 
     cards : how many it needs
-    on_null : whether a null card can show it, which computes nothing
+    on_fake_gpu : whether a fake GPU can show it, which computes nothing
     """
 
     key: str
     what: str
     expected: str
     cards: int = 1
-    on_null: bool = False
+    on_fake_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Check:
     seconds: float
     expects: tuple[Expect, ...]
 
-    def not_here(self, cards: int, on_null: bool) -> str:
-        """Why none of its lines can be shown with this number of cards, which may be null cards; ``""`` if one can."""
+    def not_here(self, cards: int, on_fake_gpu: bool) -> str:
+        """Why none of its lines can be shown with this number of cards, which may be fake GPUs; ``""`` if one can."""
         needed = min(each.cards for each in self.expects)
         if needed > cards:
             return f"needs {needed} cards"
-        return NO_VALUES if on_null and not any(each.on_null for each in self.expects) else ""
+        return NO_VALUES if on_fake_gpu and not any(each.on_fake_gpu for each in self.expects) else ""
 
 
 _STOCK = (
@@ -96,17 +96,17 @@ CHECKS: tuple[Check, ...] = (
     Check("attention", "attention's kernels by shape", ".values:attention", 50, (
         Expect("finite", "gradients of masked bf16 attention, without cuDNN's", "finite for 24 lengths"),
         Expect("shapes", "a new shape, with cuDNN's attention off and on", "no slower off than on"),
-        Expect("heads", "the kernel for the heads of the flagship and of large.yaml", "a fused one", on_null=True),
+        Expect("heads", "the kernel for the heads of the flagship and of large.yaml", "a fused one", on_fake_gpu=True),
         Expect("rounding", "steps of new lengths, rounded to nothing, 0.32 s and 1.28 s",
                "the rounding that training chooses within 15 % of the best"))),
     Check("memory", "peak memory of a step against the estimate of sbkit check", ".speed:memory", 30, (
-        Expect("flagship", "the flagship", "within 15 %", on_null=True),
-        Expect("large", "large.yaml", "within 15 %", on_null=True))),
+        Expect("flagship", "the flagship", "within 15 %", on_fake_gpu=True),
+        Expect("large", "large.yaml", "within 15 %", on_fake_gpu=True))),
     Check("pair", "two cards, over NCCL", ".pair:check", 40, (
         Expect("overlap", "communication that runs beside the backward", "at least 50 %", cards=2),
         Expect("same", "training loss of an epoch on one card and on two", "within 1 %", cards=2),
         Expect("equal", "weights of both ranks", "equal in every bit", cards=2),
-        Expect("fails", "one rank fails before an all-reduce", "all end within 10 s", cards=2, on_null=True))),
+        Expect("fails", "one rank fails before an all-reduce", "all end within 10 s", cards=2, on_fake_gpu=True))),
     Check("finetune", "tools/bench/finetune.py with an encoder of wav2vec 2.0's base size", ".speed:finetuning", 50, (
         Expect("step", "a step of fine-tuning against SpeechBrain's wrapper and Brain",
                f"at least {FINETUNE_RATIO} times their best precision"),)),
@@ -115,17 +115,17 @@ CHECKS: tuple[Check, ...] = (
         Expect("graphs", "--graphs true", "loss as without CUDA graphs"))),
     # What is proven without a card, too.
     Check("ship", "sbkit export, transcribe and the engine on the card", ".runs:ship", 130, (
-        Expect("export", "sbkit export", "a bundle whose formats agree", on_null=True),
+        Expect("export", "sbkit export", "a bundle whose formats agree", on_fake_gpu=True),
         Expect("torch", "transcribe --model torch on the card", "the words of the CPU's ONNX model"),
         Expect("onnx", "transcribe --model onnx on the card", "the same"),
         Expect("threads", "compiled with reduce-overhead, asked by 32 threads", "the same words, no error"))),
     Check("joint", "sbkit train with large.yaml, unmodified", ".runs:large", 45, _TRAINED),
     Check("resume", "SIGTERM in the midst of an epoch, and the same command again", ".runs:resume", 45, (
-        Expect("stops", "SIGTERM", "a checkpoint, exit code 143", on_null=True),
+        Expect("stops", "SIGTERM", "a checkpoint, exit code 143", on_fake_gpu=True),
         Expect("exact", "weights after resuming", "as near to those of a run never stopped as two such runs are"),
         Expect("second", "the same on cuda:1", "the same", cards=2))),
     Check("tests", "pytest -m gpu", ".runs:tests", 130, (
-        Expect("tests", "all tests marked gpu", "pass", on_null=True),)),
+        Expect("tests", "all tests marked gpu", "pass", on_fake_gpu=True),)),
 )
 
 
@@ -177,8 +177,8 @@ def complete(check: Check, found: Iterable[Observation], how: str, late: bool, c
 
 
 def without_values(check: Check, found: Iterable[Observation]) -> list[Observation]:
-    """Replace the verdicts of lines that a null card can't show: values and speeds mean nothing there."""
-    shown = {each.key for each in check.expects if each.on_null}
+    """Replace the verdicts of lines that a fake GPU can't show: values and speeds mean nothing there."""
+    shown = {each.key for each in check.expects if each.on_fake_gpu}
     return [each if each.key in shown else
             replace(each, verdict=NOT_SHOWN, seen=f"{NO_VALUES}: {each.seen}") for each in found]
 

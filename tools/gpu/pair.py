@@ -25,7 +25,7 @@ def check(bench: Bench) -> None:
     """Check a trace of the large model, an epoch on one and on two cards, and a failure; a dry run over gloo."""
     _overlap(bench)
     one, two = _epochs(bench)
-    difference = abs(two - one) / max(one, 1e-9)  # a null card loses nothing
+    difference = abs(two - one) / max(one, 1e-9)  # a fake GPU loses nothing
     bench.found("same", f"{one:.5g} and {two:.5g}, {100 * difference:.2f} % apart", difference < LOSS_APART,
                 one=one, two=two)
     _fails(bench)

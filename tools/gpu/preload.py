@@ -6,9 +6,9 @@ server, and so copy them.
 
 import gc
 
-from sbkit.rehearsal import nullcard
+from sbkit.rehearsal import fake_gpu
 
-with nullcard.without_driver():
+with fake_gpu.without_driver():
     import pandas  # type: ignore[import-untyped]  # noqa: F401
     import torch._dynamo
     import torch._refs  # noqa: F401

@@ -6,7 +6,7 @@ import collections
 import time
 from typing import TYPE_CHECKING, Any
 
-from sbkit.rehearsal import nullcard
+from sbkit.rehearsal import fake_gpu
 
 from .check import MIN_MFU
 
@@ -86,7 +86,7 @@ def steps(bench: Bench, name: str, utterances: int, graphs: bool) -> dict[str, A
         peak = speed.peak_of(device, brain.precision)[0]
         work = flops.operations_per_second(brain, SECONDS) * utterances * SECONDS
         found["mfu"] = work / (found["total_ms"] / 1e3) / peak if peak else None
-        if on_card and not nullcard.active():
+        if on_card and not fake_gpu.active():
             from torch.profiler import ProfilerActivity, profile
 
             with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:

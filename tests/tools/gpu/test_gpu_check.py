@@ -67,7 +67,7 @@ def test_the_headline_names_what_is_short():
 
 @pytest.mark.parametrize("cards", [1, 8])
 def test_the_checks_fit_into_twenty_minutes_and_their_functions_are_there(cards):
-    run = [check for check in CHECKS if not check.not_here(cards, on_null=False)]
+    run = [check for check in CHECKS if not check.not_here(cards, on_fake_gpu=False)]
     assert sum(check.seconds for check in run) <= 1200 - APART - 10  # a look at the machine
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
@@ -77,11 +77,11 @@ def test_the_checks_fit_into_twenty_minutes_and_their_functions_are_there(cards)
         assert all(each.what and each.expected for each in check.expects)
 
 
-def test_on_null_cards_only_checks_run_that_neither_values_nor_speed_decide():
-    assert PAIR.not_here(2, on_null=True) == "a null card can't show it" and not PAIR.not_here(2, on_null=False)
-    shown = [check.name for check in CHECKS if not check.not_here(2, on_null=True)]
+def test_on_fake_gpu_cards_only_checks_run_that_neither_values_nor_speed_decide():
+    assert PAIR.not_here(2, on_fake_gpu=True) == "a fake GPU can't show it" and not PAIR.not_here(2, on_fake_gpu=False)
+    shown = [check.name for check in CHECKS if not check.not_here(2, on_fake_gpu=True)]
     assert {"pair", "tests"} < set(shown) and not {"kernels", "large"} & set(shown)
-    assert next(check for check in CHECKS if check.name == "pair").not_here(1, on_null=True) == "needs 2 cards"
+    assert next(check for check in CHECKS if check.name == "pair").not_here(1, on_fake_gpu=True) == "needs 2 cards"
 
 
 def test_six_minutes_show_what_decides_most():

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from sbkit.rehearsal import nullcard
+from sbkit.rehearsal import fake_gpu
 from tools.gpu.bench import Bench, CheckProcess
 from tools.gpu.check import DRY_RUN, FAILED, NOT_RUN, NOT_SHOWN, OK, SHORT, Check, Expect
 
 pytestmark = pytest.mark.long
 
-EXPECTS = Expect("one", "the first", "good", on_null=True), Expect("two", "the second", "good")
+EXPECTS = Expect("one", "the first", "good", on_fake_gpu=True), Expect("two", "the second", "good")
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def test_a_dry_run_does_not_judge_what_only_a_card_can_reach(run):
     assert [each.verdict for each in run("well", dry_run=True).seen] == [OK, DRY_RUN]
 
 
-def test_a_null_card_shows_what_needs_neither_values_nor_speed(run, monkeypatch):
-    monkeypatch.setattr(nullcard, "active", lambda: True)
+def test_a_fake_gpu_shows_what_needs_neither_values_nor_speed(run, monkeypatch):
+    monkeypatch.setattr(fake_gpu, "active", lambda: True)
     assert [(each.seen, each.verdict) for each in run("well").seen] == [
-        ("fine", OK), ("a null card can't show it: slow", NOT_SHOWN)]
+        ("fine", OK), ("a fake GPU can't show it: slow", NOT_SHOWN)]
 
 
 def test_a_crash_and_an_error_are_told_and_what_was_found_before_stays(run):

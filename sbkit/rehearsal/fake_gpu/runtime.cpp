@@ -199,7 +199,7 @@ std::recursive_mutex lock;
 const Settings& settings() {
   static const Settings made = [] {
     Settings card;
-    card.name = variable("SBKIT_CARD_NAME", "null card");
+    card.name = variable("SBKIT_CARD_NAME", "fake GPU");
     card.memory = number("SBKIT_CARD_MEMORY", 16ul << 30);
     card.shared_memory = number("SBKIT_CARD_SHARED_MEMORY", 64 << 10);
     card.count = visible(std::min<size_t>(number("SBKIT_CARD_COUNT", 1), kMaxCards));

@@ -1,4 +1,4 @@
-"""A machine that can't have a null card is told why."""
+"""A machine that can't have a fake GPU is told why."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sbkit.errors import SbkitError
-from sbkit.rehearsal.nullcard import active, build
+from sbkit.rehearsal.fake_gpu import active, build
 
 CUDA, HEADERS = "torch/lib/libtorch_cuda.so", "nvidia/cuda/include/cuda_runtime_api.h"
 
@@ -21,7 +21,7 @@ def test_this_process_is_not_on_it():
 @pytest.mark.parametrize("system, files, why", [
     ("Darwin", [CUDA, HEADERS], "Linux, not Darwin"), ("Linux", [], "a CUDA build of torch is needed"),
     ("Linux", [CUDA], "CUDA's headers"), ("Linux", [CUDA, HEADERS], r"no C compiler .*; apt install g\+\+")])
-def test_the_error_says_why_a_machine_cannot_have_a_null_card(monkeypatch, tmp_path, system, files, why):
+def test_the_error_says_why_a_machine_cannot_have_a_fake_gpu(monkeypatch, tmp_path, system, files, why):
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()

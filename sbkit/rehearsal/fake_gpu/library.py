@@ -1,4 +1,4 @@
-"""Compiles the null card for the installed torch, with stubs for all functions that it does not implement."""
+"""Compiles the fake GPU for the installed torch, with stubs for all functions that it does not implement."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build() -> Path:
     Load it before all others (``LD_PRELOAD``). It also replaces the driver, ``libcuda.so.1``.
     """
     if platform.system() != "Linux":
-        raise SbkitError(f"the null card works only on Linux, not {platform.system()}")
+        raise SbkitError(f"the fake GPU works only on Linux, not {platform.system()}")
     place = importlib.util.find_spec("torch")
     torch = Path(place.origin).parent if place is not None and place.origin is not None else None
     if torch is None or not (torch / "lib" / "libtorch_cuda.so").exists():
@@ -52,7 +52,7 @@ def build() -> Path:
                  importlib.metadata.version("torch"), str(include), f"{state.st_size} {state.st_mtime_ns}"]
         return cached_library(parts, lambda folder: _compile(compiler, torch / "lib", include, folder))
     except Unavailable as problem:
-        raise SbkitError(f"the null card can't be compiled: {problem}",
+        raise SbkitError(f"the fake GPU can't be compiled: {problem}",
                          hint="apt install g++ on Debian and Ubuntu, gcc-c++ on Fedora") from None
 
 

@@ -12,14 +12,14 @@ import pytest
 from torch.distributed import TCPStore
 
 from sbkit.rehearsal.cards import CARDS
-from sbkit.rehearsal.nullcard import environment
+from sbkit.rehearsal.fake_gpu import environment
 from sbkit.system.processes import torchrun_environment
 
 LIBRARIES = Path(importlib.util.find_spec("torch").origin).parent / "lib"
 pytestmark = [pytest.mark.slow,
               pytest.mark.skipif(not (LIBRARIES / "libtorch_cuda.so").exists() or platform.system() != "Linux",
                                  reason="needs Linux and a CUDA build of torch")]
-START = "import json, os, torch\nfrom sbkit.rehearsal.nullcard import active, counters, errors, lacks\n"
+START = "import json, os, torch\nfrom sbkit.rehearsal.fake_gpu import active, counters, errors, lacks\n"
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ rank.run_rank("export", 0, {"folder": os.environ["TMPDIR"]})
 """, expected=1)
     lines = [json.loads(line) for line in (tmp_path / "export.0.jsonl").read_text().splitlines()]
     assert not any("finding" in line for line in lines)
-    assert any(line.get("skip", "").startswith("the null card has no cusolver") for line in lines)
+    assert any(line.get("skip", "").startswith("the fake GPU has no cusolver") for line in lines)
 
 
 def test_a_text_is_aligned_where_it_is_computed_on_the_cpu(run):
@@ -309,7 +309,7 @@ def test_an_allocator_that_maps_memory_piece_by_piece_is_not_used():
 
 @pytest.mark.long
 def test_it_is_compiled_once_by_processes_that_start_together(tmp_path):
-    code = "from sbkit.rehearsal.nullcard import build; print(build())"
+    code = "from sbkit.rehearsal.fake_gpu import build; print(build())"
     home = {**os.environ, "SBKIT_CACHE": str(tmp_path)}
     running = [subprocess.Popen([sys.executable, "-c", code], env=home, stdout=subprocess.PIPE, text=True)
                for _ in range(2)]
@@ -320,7 +320,7 @@ def test_it_is_compiled_once_by_processes_that_start_together(tmp_path):
 def test_a_command_runs_on_it_and_what_was_set_before_stays():
     code = "import os, torch; print(torch.cuda.device_count(), os.environ['LD_PRELOAD'], os.environ['OF_MINE'])"
     before = {**os.environ, "LD_PRELOAD": "libm.so.6", "OF_MINE": "kept"}
-    command = ["-m", "sbkit.rehearsal.nullcard", "--cards", "3xA10", "--"]
+    command = ["-m", "sbkit.rehearsal.fake_gpu", "--cards", "3xA10", "--"]
     done = subprocess.run([sys.executable, *command, sys.executable, "-c", code], env=before, capture_output=True,
                           text=True, check=True)
     count, preloaded, kept = done.stdout.split()

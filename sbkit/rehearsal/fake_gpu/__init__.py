@@ -1,4 +1,4 @@
-"""The null card, a simulated GPU that runs no kernels: torch's CUDA code runs on it without a GPU or a driver.
+"""A fake GPU, which runs no kernels: torch's CUDA code runs on it without a GPU or a driver.
 
 A process that was started with ``environment`` has it. There ``counters``, ``errors`` and ``lacks`` show its use.
 """
@@ -13,13 +13,13 @@ from dataclasses import dataclass, fields
 from unittest import mock
 
 from sbkit.rehearsal.cards import Card
-from sbkit.rehearsal.nullcard.library import build
+from sbkit.rehearsal.fake_gpu.library import build
 
 __all__ = ["Counters", "active", "build", "counters", "environment", "errors", "lacks", "without_driver"]
 
 
 def environment(card: Card, count: int, *, base: Mapping[str, str] = os.environ, patience: int = 120) -> dict[str, str]:
-    """Return the environment for processes that run on ``count`` null cards.
+    """Return the environment for processes that run on ``count`` fake GPUs.
 
     patience : seconds that a rank waits for the others in a collective before it fails
     """
@@ -31,12 +31,12 @@ def environment(card: Card, count: int, *, base: Mapping[str, str] = os.environ,
             (folder / name).symlink_to(library)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     major, minor = card.capability
-    properties = {"NAME": f"{card.name} (null)", "MEMORY": card.memory, "MULTIPROCESSORS": card.multiprocessors,
+    properties = {"NAME": f"{card.name} (fake)", "MEMORY": card.memory, "MULTIPROCESSORS": card.multiprocessors,
              "MAJOR": major, "MINOR": minor, "SHARED_MEMORY": card.shared_memory, "THREADS": card.threads,
              "COUNT": count, "PATIENCE": patience,
              # Sizes read from values mean nothing here; this limit ends the process before they fill the host.
              "ADDRESS_SPACE": 2 * card.memory + host + (64 << 30)}
-    # The null card does not support expandable segments.
+    # The fake GPU does not support expandable segments.
     allocator = {name: base[name].replace("expandable_segments:True", "expandable_segments:False")
                  for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in base}
     before = {name: base[name] for name in ("LD_PRELOAD", "LD_LIBRARY_PATH") if base.get(name)}
@@ -66,7 +66,7 @@ class Counters:
 
 
 def active() -> bool:
-    """Return whether this process runs on a null card."""
+    """Return whether this process runs on a fake GPU."""
     return hasattr(ctypes.CDLL(None), "sbkit_card_count")
 
 
@@ -98,7 +98,7 @@ def _listed(function: str) -> list[str]:
 def without_driver() -> Iterator[None]:
     """Keep imports inside this context from initialising the driver, as SpeechBrain's do to detect AMD GPUs.
 
-    After that, forked processes could not use CUDA, on real cards or null cards.
+    After that, forked processes could not use CUDA, on real cards or fake GPUs.
     """
     import torch
 

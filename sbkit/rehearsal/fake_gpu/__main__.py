@@ -1,4 +1,4 @@
-"""Runs a command on null cards: ``python -m sbkit.rehearsal.nullcard --cards 2xH100 -- python -m pytest -m gpu``."""
+"""Runs a command on fake GPUs: ``python -m sbkit.rehearsal.fake_gpu --cards 2xH100 -- python -m pytest -m gpu``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 
 from sbkit.errors import SbkitError
 from sbkit.rehearsal.cards import parse_cards
-from sbkit.rehearsal.nullcard import environment
+from sbkit.rehearsal.fake_gpu import environment
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m sbkit.rehearsal.nullcard", description="Run a command on GPUs "
+    parser = argparse.ArgumentParser(prog="python -m sbkit.rehearsal.fake_gpu", description="Run a command on GPUs "
                                      "that compute nothing, on a machine without any.")
     parser.add_argument("--cards", default="H100", help="such as 2xH100 (default: %(default)s)")
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
