@@ -34,14 +34,15 @@ def run(argv: list[str]) -> int:
     from sbkit.tasks.ctc import CTC, label_scores
     from sbkit.train import device as devices
 
-    given, argv = arguments.command_options(argv, "such as --folds 3", folds=int)
-    count = 2 if given.folds is None else given.folds
+    options, argv = arguments.command_options(argv, "such as --folds 3", folds=int)
+    count = 2 if options.folds is None else options.folds
     if count < 2:
         raise SbkitError(f"--folds {count}: a row is judged by a model not trained on it", hint="write 2 or more")
     request = arguments.parse(argv)
     load.check_overrides(request.path, request.overrides)
     recipe = load.open_recipe(request.path, request.overrides)
-    corpus, folder = recipe.keys.corpus, recipe.keys.folder / "clean"
+    corpus = recipe.keys.corpus
+    folder = recipe.keys.folder / "clean"
     if not issubclass(recipe.task, CTC):
         raise SbkitError(f"{request.path} trains {recipe.task.__name__}, and only CTC models score labels",
                          hint="clean the corpus with hparams/ctc.yaml: its list works with every recipe")
@@ -49,25 +50,27 @@ def run(argv: list[str]) -> int:
         raise SbkitError(f"{request.path} trains on a mixture, and sbkit clean takes one corpus",
                          hint="clean each part by itself, and name its list under that part's exclude")
     device = devices.resolve(request.run_opts.device)
-    needed = "train", "dev"
+    splits = ("train", "dev")
     if request.check:
-        training.before_run(request, needed)
+        training.before_run(request, splits)
     with RunLock(folder, runs=False):
-        manifests = corpus.prepare(needed=needed, columns=recipe.task.columns)
+        manifests = corpus.prepare(needed=splits, columns=recipe.task.columns)
         train = manifests["train"]
         print(corpus.summary(), file=sys.stderr)
+        gpus = torch.cuda.device_count() if str(device) == "cuda" else 1
         scores = []
         for fold in folds.write(train, manifests["dev"], count, folder):
             # The first run's lists have all rows, so its check of the labels is enough.
-            words = argv if fold.number == 1 else [*argv, "--no-check"]
-            folds.train(fold, words, corpus, torch.cuda.device_count() if str(device) == "cuda" else 1)
+            arguments_of_fold = argv if fold.number == 1 else [*argv, "--no-check"]
+            folds.train(fold, arguments_of_fold, corpus, gpus)
             scores += label_scores.score(fold.run, fold.held_out, device)
             label_errors.require_trained(scores)
-        suspects = label_errors.suspects(scores, train, corpus.report["source"]["where"])
-        files = folder / "suspects.csv", folder / "suspects.html"
-        write(files[0], suspects)
         source = corpus.report["source"]
-        suspect_page.write(files[1], suspects, train, source.get("folders", [source["where"]]))
+        suspects = label_errors.suspects(scores, train, source["where"])
+        suspect_list = folder / "suspects.csv"
+        page = folder / "suspects.html"
+        write(suspect_list, suspects)
+        suspect_page.write(page, suspects, train, source.get("folders", [source["where"]]))
     print(label_errors.summary(suspects, scores, len(train)))
-    print(f"the list for corpus: exclude: {files[0]}\na page to listen to its rows: {files[1]}")
+    print(f"the list for corpus: exclude: {suspect_list}\na page to listen to its rows: {page}")
     return 0

@@ -13,8 +13,10 @@ from sbkit.commands.options import above, add_model, add_schemes, add_search, co
 if TYPE_CHECKING:
     from sbkit.infer.labelling import RecordingShard
 
-#: Variables that SLURM sets for a task of an array.
-_SLURM = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_STEP")
+#: Variables that SLURM sets for a task of an array: its id, the first id, and the number of tasks.
+_SLURM = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT")
+#: The difference of two ids; not set by every version.
+_SLURM_STEP = "SLURM_ARRAY_TASK_STEP"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +45,11 @@ def _shard(text: str) -> RecordingShard:
 
     if text == "slurm":
         try:
-            task, first, shards, step = (int(os.environ.get(name, "1" if name is _SLURM[3] else "")) for name in _SLURM)
+            task, first, shards = (int(os.environ.get(name, "")) for name in _SLURM)
+            step = int(os.environ.get(_SLURM_STEP, "1"))
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"slurm: this is not a task of a job array: {', '.join(_SLURM[:3])} aren't set; start it with "
+                f"slurm: this is not a task of a job array: {', '.join(_SLURM)} aren't set; start it with "
                 "sbatch --array=1-16") from None
         return RecordingShard((task - first) // step + 1, shards)
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)

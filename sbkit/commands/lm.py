@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,20 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _prune(text: str) -> list[int] | int | float:
-    for read in (lambda: [int(count) for count in text.split(",")] if "," in text else int(text), lambda: float(text)):
-        with contextlib.suppress(ValueError):
-            return read()
+    with contextlib.suppress(ValueError):
+        if "," in text:
+            return [int(count) for count in text.split(",")]
+        return int(text)
+    with contextlib.suppress(ValueError):
+        return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is neither a threshold such as 1e-7 nor counts such as 0,0,1")
 
 
 def run(args: argparse.Namespace) -> int:
     from sbkit.decode import lm
 
-    like = args.like or next((name for name in args.sources if Path(name).is_dir()), None)
+    run_folders = [name for name in args.sources if Path(name).is_dir()]
+    like = args.like or (run_folders[0] if run_folders else None)
     if args.unit == "piece" and like is None:
         raise SbkitError("a language model over pieces needs the tokenizer of a run", hint="name it: --like RUN")
     run = _read_run(like) if like else None
@@ -90,12 +94,16 @@ def _texts(files: Sequence[str], rules_of: Callable[[str], Callable[[str], str]]
     from sbkit.data.manifest import Column
     from sbkit.decode import lm
 
-    empty, hint = True, "that column of a manifest has the transcripts"
+    is_empty = True
     for name in files:
-        lines = Column(read_delimited(name, only=("wrd",)).need("wrd", hint=hint)) if name.endswith(".csv") else \
-            lm.read_texts([name])
+        lines: Iterable[str]
+        if name.endswith(".csv"):
+            table = read_delimited(name, only=("wrd",))
+            lines = Column(table.need("wrd", hint="that column of a manifest has the transcripts"))
+        else:
+            lines = lm.read_texts([name])
         for text in map(rules_of(name), lines):
-            empty = empty and not text.strip()
+            is_empty = is_empty and not text.strip()
             yield text
-    if empty:
+    if is_empty:
         raise SbkitError(f"there is no text in {', '.join('stdin' if name == '-' else name for name in files)}")

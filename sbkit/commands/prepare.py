@@ -27,21 +27,22 @@ def run(argv: list[str]) -> int:
     from sbkit.train.signals import end_by_signals
 
     command = arguments.parse(argv)
-    with contextlib.ExitStack() as opened:
-        opened.enter_context(end_by_signals())
-        opened.enter_context(oom.oom_as_user_error("cpu", hint=memory.LIMIT_HINT))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(end_by_signals())
+        stack.enter_context(oom.oom_as_user_error("cpu", hint=memory.LIMIT_HINT))
         config = RunConfig.of(command, torch.device("cpu"))
         # Before its objects are built, because a checkpointer makes its folder.
-        if isinstance(written := config.tree.at("output_folder"), str):
-            opened.enter_context(without_traces(Path(written)))
+        output_folder = config.tree.at("output_folder")
+        if isinstance(output_folder, str):
+            stack.enter_context(without_traces(Path(output_folder)))
         keys = config.keys()
         if keys.output_folder:
             folder = keys.folder
-            opened.enter_context(RunLock(folder, runs=False))
-            opened.enter_context(StartGuard(folder))
+            stack.enter_context(RunLock(folder, runs=False))
+            stack.enter_context(StartGuard(folder))
             if (folder / RECIPE).is_file() and not initial.fresh(keys):
-                # A trained model stands on what is prepared here, so nothing of it may become another corpus's. What
-                # has become so already, by an earlier version, may be mended.
+                # A trained model depends on what is prepared here, so it must not be replaced by another corpus's. An
+                # earlier version may have done so; that may be corrected.
                 if not trained_on.replaced(folder, keys.corpus):
                     keys.corpus.protect(folder)
                 initial.open_source(keys, changed_since(folder, config.tree))

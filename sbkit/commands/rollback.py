@@ -17,15 +17,18 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.errors import SbkitError
     from sbkit.export import layout
 
-    bundle, previous = args.bundle.resolve(), publish.previous(args.bundle)
+    bundle = args.bundle.resolve()
+    previous = publish.previous(args.bundle)
     publish.clean_up(bundle, layout.FOLDER)
     if not previous.exists():
         raise SbkitError(f"there is no {previous}", hint="sbkit improve --to BUNDLE keeps there what it replaces")
     layout.read(previous)
-    exchanged = bundle.exists()
-    if exchanged:
-        layout.read(bundle)  # what is no bundle isn't put away as one
+    is_exchanged = bundle.exists()
+    if is_exchanged:
+        layout.read(bundle)  # raises if it isn't a bundle
     publish.publish(previous, bundle, layout.FOLDER, force=True, keep=previous)
-    print(f"{args.bundle} is the bundle that it was before" + (
-        f"; the other one is in {previous}, and the same command brings it back" if exchanged else ""))
+    message = f"{args.bundle} is the bundle that it was before"
+    if is_exchanged:
+        message += f"; the other one is in {previous}, and the same command brings it back"
+    print(message)
     return 0

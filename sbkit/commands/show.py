@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from typing import TYPE_CHECKING
 
 from sbkit.errors import SbkitError
 from sbkit.system.environment import check_torch
+
+if TYPE_CHECKING:
+    from sbkit.recipe.source import Node
 
 HELP = (
     "Behind each is a comment: the value of a reference, and its file and line, the command line, or that it is the\n"
@@ -20,11 +24,11 @@ def run(argv: list[str]) -> int:
     from sbkit.recipe.names import declared
     from sbkit.recipe.reading import read
     from sbkit.recipe.report import Report
-    from sbkit.recipe.resolve import compute
-    from sbkit.recipe.source import BASE, REFERENCE, Findings, Node
+    from sbkit.recipe.source import Findings
 
     request = arguments.parse(argv)
-    read(request.path, request.overrides, findings := Findings())
+    findings = Findings()
+    read(request.path, request.overrides, findings)
     report = Report(str(request.path), built=False)
     report.add(findings)
     try:
@@ -34,35 +38,56 @@ def run(argv: list[str]) -> int:
             raise
         print(report.problems(), file=sys.stderr)
         return 1
-    # References stay, so that what is printed follows --key value as the recipe does: a corpus sets output_neurons. One
-    # can name a key of the whole file with a plain value, or with a reference further above, as HyperPyYAML reads them.
-    values = {f"<{key}>": node.value for key, node in root.items() if node.scalar and not node.tag}
-    later = {f"<{key}>" for key, node in root.items() if node.reference}
-    kept: dict[Node, str] = {}
-    for key, top in root.items():
-        for node in top.walk():
-            text = node.reference.replace(f"<{BASE}[", "<").replace("]>", ">")
-            names = set(REFERENCE.findall(text))
-            if names and values.keys() >= names and later.isdisjoint(names):
-                with contextlib.suppress(ArithmeticError, ValueError):  # the same names in another file of its own
-                    value = values[text] if text in names else compute(
-                        REFERENCE.sub(lambda name: str(values[name[0]]), text))
-                    if value == node.value:
-                        kept[node] = text
-        later.discard(f"<{key}>")
+    references = _valid_references(root)
     for node in root.walk():
         node.comments = {}
         for key, child in node.items():
-            words = [writing.scalar(child.value)] if child in kept else []
-            words += [str(node.origin_of(key)[0])] if isinstance(node.value, dict) else []
-            if words:
-                node.comments[key] = [], f"# {', '.join(words)}"
-    for node, text in kept.items():
-        node.tag, node.value = "!ref", text
+            remarks = []
+            if child in references:
+                remarks.append(writing.scalar(child.value))
+            if isinstance(node.value, dict):
+                remarks.append(str(node.origin_of(key)[0]))
+            if remarks:
+                node.comments[key] = [], f"# {', '.join(remarks)}"
+    for node, reference in references.items():
+        node.tag = "!ref"
+        node.value = reference
     print(writing.text(root), end="")
-    for name, known in declared(root).items():
-        if name not in root.value and not known.needed:
-            print(f"{name}: {writing.scalar(known.default) if known.default != () else '[]'}    # default")
+    for name, key in declared(root).items():
+        if name not in root.value and not key.needed:
+            default = "[]" if key.default == () else writing.scalar(key.default)
+            print(f"{name}: {default}    # default")
     if findings:
         print(report.problems(), file=sys.stderr)
     return 1 if report.errors else 0
+
+
+def _valid_references(root: Node) -> dict[Node, str]:
+    """The references that can stay, so that what is printed follows --key value as the recipe does: a corpus sets
+    output_neurons.
+
+    One can name a key of the whole file with a plain value, or with a reference further above, as HyperPyYAML reads
+    them.
+    """
+    from sbkit.recipe.resolve import compute
+    from sbkit.recipe.source import BASE, REFERENCE
+
+    values = {f"<{key}>": node.value for key, node in root.items() if node.scalar and not node.tag}
+    later = {f"<{key}>" for key, node in root.items() if node.reference}
+    references: dict[Node, str] = {}
+    for key, top in root.items():
+        for node in top.walk():
+            reference = node.reference.replace(f"<{BASE}[", "<").replace("]>", ">")
+            names = set(REFERENCE.findall(reference))
+            if not names or not values.keys() >= names or not later.isdisjoint(names):
+                continue
+            # In a file that the recipe reads, the same name may stand for another value, or for no number.
+            with contextlib.suppress(ArithmeticError, ValueError):
+                if reference in names:
+                    value = values[reference]
+                else:
+                    value = compute(REFERENCE.sub(lambda name: str(values[name[0]]), reference))
+                if value == node.value:
+                    references[node] = reference
+        later.discard(f"<{key}>")
+    return references

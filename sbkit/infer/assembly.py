@@ -40,12 +40,14 @@ class Assembly:
         """Add the output [T, V] for a chunk; a pause closes the stretch, and speech without one is split after
         ``_MAX_CHUNKS``."""
         if chunk.keep is None:
-            stop, samples = None, len(chunk.signal) - chunk.skip * frame_samples
+            used_log_probs = log_probs[chunk.skip :]
+            self.samples += len(chunk.signal) - chunk.skip * frame_samples
         else:
-            stop, samples = chunk.skip + chunk.keep, chunk.keep * frame_samples
+            used_log_probs = log_probs[chunk.skip : chunk.skip + chunk.keep]
+            self.samples += chunk.keep * frame_samples
         # A copy: a view would keep the whole batch in memory.
-        self.parts[number] = log_probs[chunk.skip : stop].copy(), chunk.continues
-        self.samples += samples
+        self.parts[number] = used_log_probs.copy(), chunk.continues
+
         end = self.first_open
         while end in self.parts:
             continues = self.parts[end][1]
@@ -58,10 +60,10 @@ class Assembly:
                 self.first_open = end
 
 
-def words(found: Sequence[DecodedTokens], vocabulary: Vocabulary) -> list[Word]:
+def words(parts: Sequence[DecodedTokens], vocabulary: Vocabulary) -> list[Word]:
     """Join a recording's tokens into words."""
     spelling = vocabulary.spelling
-    return [word for part in found for word in spelling.words(part.spans, part.frame * spelling.frame_seconds)]
+    return [word for part in parts for word in spelling.words(part.spans, part.frame * spelling.frame_seconds)]
 
 
 def transcript(name: str, assembly: Assembly, words: list[Word], vocabulary: Vocabulary) -> Transcript:
@@ -79,11 +81,12 @@ class StableWords:
     """
 
     def __init__(self, decoder: Decoder[Any], vocabulary: Vocabulary):
-        self._decoder, self._vocabulary = decoder, vocabulary
+        self._decoder = decoder
+        self._vocabulary = vocabulary
         self._open: list[Stretch] = []  # stretches whose words may change
         self._first = 0  # their first frame in the recording
-        self._frames = 0
-        self._decode_at = 0  # frames from which on they are decoded again
+        self._frames = 0  # their number of frames
+        self._decode_at = 0  # they are decoded again when they have more frames than this
         self.words: list[Word] = []
         """The settled words."""
 
@@ -94,22 +97,28 @@ class StableWords:
         if not self._decoder.joins:
             self.end()
         elif self._frames > self._decode_at:
-            parts = self._decode()
-            found, frame = words(parts, self._vocabulary), self._vocabulary.config.frame_seconds
-            end = self._first + self._frames
-            last_end = max((int(part.frame + part.spans.ends[-1]) for part in parts if len(part.spans)),
-                           default=self._first)
-            if end - last_end >= self._vocabulary.spelling.pause:
-                self.words += found
-                self._restart_at(end)
-                return
+            self._settle_words()
+
+    def _settle_words(self) -> None:
+        """Settle all words if a pause follows them, otherwise those before the last one."""
+        parts = self._decode()
+        open_words = words(parts, self._vocabulary)
+        end = self._first + self._frames
+        last_token_end = max((int(part.frame + part.spans.ends[-1]) for part in parts if len(part.spans)),
+                             default=self._first)
+        if end - last_token_end >= self._vocabulary.spelling.pause:
+            self.words += open_words
+            self._restart_at(end)
+            return
+
+        for count in range(len(open_words) - 1, 0, -1):
             # Don't cut through a token that ends one word and begins the next.
-            count = next((i for i in range(len(found) - 1, 0, -1) if found[i].start >= found[i - 1].end), 0)
-            if count:
-                self.words += found[:count]
-                self._restart_at(round(found[count].start / frame))
-            # The length to decode again doubles, so that an endless word stays cheap.
-            self._decode_at = 2 * self._frames
+            if open_words[count].start >= open_words[count - 1].end:
+                self.words += open_words[:count]
+                self._restart_at(round(open_words[count].start / self._vocabulary.config.frame_seconds))
+                break
+        # The length to decode again doubles, so that an endless word stays cheap.
+        self._decode_at = 2 * self._frames
 
     def end(self) -> None:
         """Settle the remaining words: the recording is over."""
@@ -123,4 +132,5 @@ class StableWords:
     def _restart_at(self, frame: int) -> None:
         self._open = self._decoder.after(self._open, frame - self._first)
         self._frames -= frame - self._first
-        self._first, self._decode_at = frame, 0
+        self._first = frame
+        self._decode_at = 0

@@ -105,13 +105,13 @@ class CodecModel(LoadedBundle[CodeEngine]):
         first for which the graph's output is in no codebook.
         """
         _check_list(audio, "encode", "recordings")
-        signals = [Recording.of(each, f"recording {number}").samples(self.sample_rate)
-                   for number, each in enumerate(audio)]
+        signals = [Recording.of(source, f"recording {number}").samples(self.sample_rate)
+                   for number, source in enumerate(audio)]
         codes = []
-        for number, found in enumerate(self.encode_each(signals)):
-            if isinstance(found, SbkitError):
-                raise _numbered(found, f"recording {number}: {found.message}", number)
-            codes.append(found)
+        for number, result in enumerate(self.encode_each(signals)):
+            if isinstance(result, SbkitError):
+                raise _numbered(result, f"recording {number}: {result.message}", number)
+            codes.append(result)
         return codes
 
     def encode_each(self, signals: Sequence[np.ndarray]) -> list[np.ndarray | SbkitError]:
@@ -122,17 +122,16 @@ class CodecModel(LoadedBundle[CodeEngine]):
         """
         stride = self.engine.config.stride
         frames = [-(-len(signal) // stride) for signal in signals]
-        errors = [too_long(count, self.engine.config) for count in frames]
-        kept = [number for number, error in enumerate(errors) if error is None]
-        codes = iter(self._run(self.engine, [signals[number] for number in kept], [frames[number] for number in kept],
-                               stride, 1))
-        found: list[np.ndarray | SbkitError] = []
-        for error in errors:
+        results: list[np.ndarray | SbkitError | None] = [too_long(count, self.engine.config) for count in frames]
+        usable = [number for number, error in enumerate(results) if error is None]
+        outputs = self._run(self.engine, [signals[number] for number in usable], [frames[number] for number in usable],
+                            stride, 1)
+        for number, codes in zip(usable, outputs, strict=True):
             try:
-                found.append(error or self.books.check(next(codes), f"the output of {self.running.file}"))
-            except InvalidCode as invalid:
-                found.append(invalid)
-        return found
+                results[number] = self.books.check(codes, f"the output of {self.running.file}")
+            except InvalidCode as error:
+                results[number] = error
+        return [result for result in results if result is not None]
 
     def decode(self, codes: Sequence[ArrayLike]) -> list[np.ndarray]:
         """Compute the samples [T * stride] float32 of each recording's codes [T, Q], independent of the others.
@@ -141,54 +140,64 @@ class CodecModel(LoadedBundle[CodeEngine]):
         """
         _check_list(codes, "decode", "codes")
         checked = []
-        for number, given in enumerate(codes):
+        for number, unchecked in enumerate(codes):
             try:
-                checked.append(found := self.books.check(given, f"recording {number}"))
+                codes_TQ = self.books.check(unchecked, f"recording {number}")
             except InvalidCode as error:
                 raise _numbered(error, error.message, number) from None
-            if found.ndim != 2:
-                raise SbkitError(f"recording {number}: its codes must be [frames, {found.shape[-1]}], not "
-                                 f"{list(found.shape)}")
-        for number, each in enumerate(checked):
-            if (long := too_long(len(each), self.engine.config)) is not None:
-                raise _numbered(long, f"recording {number}: {long.message}", number)
-        return self._run(self.sounds, checked, list(map(len, checked)), 1, self.engine.config.stride)
+            if codes_TQ.ndim != 2:
+                raise SbkitError(f"recording {number}: its codes must be [frames, {codes_TQ.shape[-1]}], not "
+                                 f"{list(codes_TQ.shape)}")
+            checked.append(codes_TQ)
+        frames = [len(codes_TQ) for codes_TQ in checked]
+        for number, count in enumerate(frames):
+            length_error = too_long(count, self.engine.config)
+            if length_error is not None:
+                raise _numbered(length_error, f"recording {number}: {length_error.message}", number)
+        return self._run(self.sounds, checked, frames, 1, self.engine.config.stride)
 
     def close(self) -> None:
         super().close()
         self.sounds.close()
 
-    def _run(self, engine: CodecEngine, given: list[np.ndarray], frames: list[int], per_frame: int, out_per_frame: int,
-             ) -> list[np.ndarray]:
-        """Run a graph on recordings, chunk by chunk.
+    def _run(self, engine: CodecEngine, inputs: list[np.ndarray], frames: list[int], in_per_frame: int,
+             out_per_frame: int) -> list[np.ndarray]:
+        """Run a graph on the inputs of recordings, chunk by chunk.
 
-        per_frame, out_per_frame : rows of the input and of the output per frame
+        in_per_frame, out_per_frame : rows of the input and of the output per frame
         """
         config = engine.config
-        parts = [chunk for number, count in enumerate(frames) for chunk in chunks(number, count, config)]
-        groups = batches(parts, config)
-        futures = [engine.submit([given[each.source][each.begin * per_frame : each.end * per_frame] for each in group])
-                   for group in groups]
-        found: list[list[tuple[CodecChunk, np.ndarray]]] = [[] for _ in given]
+        all_chunks = [chunk for number, count in enumerate(frames) for chunk in chunks(number, count, config)]
+        groups = batches(all_chunks, config)
+        futures = []
+        for group in groups:
+            parts = [inputs[chunk.source][chunk.begin * in_per_frame : chunk.end * in_per_frame] for chunk in group]
+            futures.append(engine.submit(parts))
+        outputs: dict[CodecChunk, np.ndarray] = {}
         try:
             for group, future in zip(groups, futures, strict=True):
-                for chunk, result in zip(group, future.result(), strict=True):
-                    first, last = chunk.first - chunk.begin, chunk.last - chunk.begin
-                    found[chunk.source].append((chunk, result[first * out_per_frame : last * out_per_frame]))
+                for chunk, output in zip(group, future.result(), strict=True):
+                    first = (chunk.first - chunk.begin) * out_per_frame
+                    last = (chunk.last - chunk.begin) * out_per_frame
+                    outputs[chunk] = output[first:last]
         finally:
             for future in futures:
                 future.cancel()  # those after one that failed
-        return [np.concatenate([kept for _, kept in sorted(each, key=lambda part: part[0])]) if each
-                else np.zeros(0, np.float32) for each in found]
+
+        parts_of: list[list[np.ndarray]] = [[] for _ in inputs]
+        for chunk in all_chunks:  # in the order of their frames
+            parts_of[chunk.source].append(outputs[chunk])
+        return [np.concatenate(parts) if parts else np.zeros(0, np.float32) for parts in parts_of]
 
 
 def _numbered(error: SbkitError, message: str, number: int) -> SbkitError:
+    """Return an error of the recording of this number."""
     if isinstance(error, InvalidCode):
         return InvalidCode(message, (number, *error.position), error.level, error.id, hint=error.hint)
     return SbkitError(message, hint=error.hint)
 
 
-def _check_list(given: object, method: str, what: str) -> None:
-    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
-        raise SbkitError(f"{method} takes a list of {what}, not {type(given).__name__}",
+def _check_list(argument: object, method: str, what: str) -> None:
+    if not isinstance(argument, Sequence) or isinstance(argument, (str, bytes)):
+        raise SbkitError(f"{method} takes a list of {what}, not {type(argument).__name__}",
                          hint=f"for one, write {method}([...])")

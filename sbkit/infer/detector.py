@@ -1,7 +1,8 @@
-"""Finds where somebody speaks, by Silero's detector, for models that write words where nobody does."""
+"""Detects speech with Silero's detector, for models that hallucinate words on non-speech."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,20 +12,20 @@ from sbkit.errors import SbkitError
 from sbkit.export.layout import Config, TransducerConfig
 from sbkit.infer.onnx_session import Interface, open_session
 
-#: Samples of a frame of the detector's, 32 ms, by samples per second; before it, it hears the last eighth of a frame.
+#: Samples of a frame of the detector, 32 ms, by sample rate. Its input begins an eighth of a frame earlier.
 _FRAMES = {8_000: 256, 16_000: 512}
-#: Speech begins at this probability, ends below that one, ...
-_BEGINS, _ENDS = 0.5, 0.35
-#: ... lasts at least so many frames, and so many before and after it are kept as well: words begin and end softly.
-_SHORTEST, _AROUND = 4, 8
+#: Speech begins at the first probability, and ends below the second.
+_BEGIN_PROBABILITY, _END_PROBABILITY = 0.5, 0.35
+_MIN_FRAMES = 4  # of speech
+_MARGIN_FRAMES = 8  # before and after speech, because words begin and end softly
 
 
 class SpeechDetector:
-    """Tells in which frames of a recording somebody speaks; any number of threads may call it.
+    """Detects the frames of a recording in which somebody speaks; any number of threads may call it.
 
     The weights come with the package silero-vad, whose own code isn't run.
 
-    config : of the recogniser whose recordings and frames they are
+    config : the configuration of the recogniser that transcribes the recordings
     """
 
     def __init__(self, config: Config):
@@ -34,27 +35,39 @@ class SpeechDetector:
         if isinstance(config, TransducerConfig) or config.sample_rate not in _FRAMES:
             raise SbkitError("silero-vad finds speech for CTC models of 8000 or 16000 samples a second only",
                              hint="leave out --vad, or give such bundles another command")
-        self._frame, self._rate = _FRAMES[config.sample_rate], np.array(config.sample_rate)
-        self._state = np.zeros((2, 1, 128), np.float32)
-        example = {"input": np.zeros((1, self._frame + self._frame // 8), np.float32), "state": self._state,
+        self._frame = _FRAMES[config.sample_rate]
+        self._overlap = self._frame // 8
+        self._rate = np.array(config.sample_rate)
+        self._first_state = np.zeros((2, 1, 128), np.float32)
+        example = {"input": np.zeros((1, self._overlap + self._frame), np.float32), "state": self._first_state,
                    "sr": self._rate}
         path = Path(package.submodule_search_locations[0]) / "data" / "silero_vad.onnx"
         self._session, _ = open_session(path, None, 1, Interface(example, ["output", "stateN"]), spin=False)
 
     def __call__(self, signal: np.ndarray, frame_samples: int) -> np.ndarray:
         """Map a waveform [S] to whether somebody speaks in each of the model's frames, [T] bool."""
-        before, count = self._frame // 8, -(-len(signal) // self._frame)
-        padded = np.pad(signal, (before, count * self._frame - len(signal)))[None]
-        spoken, state, since = np.zeros(count, bool), self._state, -1
-        for number in range(count):
-            at = number * self._frame
-            found, state = self._session.run(None, {
-                "input": padded[:, at:at + before + self._frame], "state": state, "sr": self._rate})
-            if found[0, 0] >= (_BEGINS if since < 0 else _ENDS):
-                since = number if since < 0 else since
-                if number + 1 - since >= _SHORTEST:
-                    spoken[max(0, since - _AROUND):number + 1 + _AROUND] = True
+        spoken = np.zeros(-(-len(signal) // self._frame), bool)
+        begin: int | None = None  # the frame where the current speech began
+        for number, probability in enumerate(self._probabilities(signal)):
+            threshold = _BEGIN_PROBABILITY if begin is None else _END_PROBABILITY
+            if probability >= threshold:
+                begin = number if begin is None else begin
+                end = number + 1
+                if end - begin >= _MIN_FRAMES:
+                    spoken[max(0, begin - _MARGIN_FRAMES) : end + _MARGIN_FRAMES] = True
             else:
-                since = -1
-        places = np.arange(-(-len(signal) // frame_samples)) * frame_samples // self._frame
-        return spoken[places]
+                begin = None
+
+        frames = -(-len(signal) // frame_samples)
+        return spoken[np.arange(frames) * frame_samples // self._frame]
+
+    def _probabilities(self, signal: np.ndarray) -> Iterator[float]:
+        """Yield the probability of speech in each of the detector's frames of a waveform [S]."""
+        count = -(-len(signal) // self._frame)
+        padded = np.pad(signal, (self._overlap, count * self._frame - len(signal)))[None]
+        state = self._first_state
+        for number in range(count):
+            start = number * self._frame
+            window = padded[:, start : start + self._overlap + self._frame]
+            probability, state = self._session.run(None, {"input": window, "state": state, "sr": self._rate})
+            yield probability[0, 0]

@@ -54,43 +54,58 @@ def collect(names: Sequence[str], references: str | None = None, schemes: Sequen
     if not names:
         raise SbkitError("no recordings were given",
                          hint="give files, folders, a manifest.csv, JSON lines, or - for stdin")
-    found: list[Recording] = []
+    recordings: list[Recording] = []
     empty = []
     for name in names:
-        named = list(_named(name, allowed))
-        found += named
-        empty += [] if named else [name]
-    if found and empty:
+        recordings_of_name = list(_recordings_of(name, allowed))
+        recordings += recordings_of_name
+        if not recordings_of_name:
+            empty.append(name)
+    if not recordings:
+        hint = f"looked for {', '.join(SUFFIXES)}"
+        if any(Path(name, layout.CONFIG).is_file() for name in names):
+            hint = "that is a bundle: give it once, before the recordings"
+        raise SbkitError(f"there is no audio in {', '.join(names)}", hint=hint)
+    if empty:
         logger.warning("There is no audio in %s: looked for %s", ", ".join(empty), ", ".join(SUFFIXES))
-    if not found:
-        bundle = next((name for name in names if Path(name, layout.CONFIG).is_file()), None)
-        raise SbkitError(f"there is no audio in {', '.join(names)}", hint=f"looked for {', '.join(SUFFIXES)}"
-                         if bundle is None else "that is a bundle: give it once, before the recordings")
-    # Equal ids get their file's suffix, then a number, so that their outputs don't collide.
-    times = Counter(each.id for each in found)
-    for each in found:
-        if times[each.id] > 1 and isinstance(each.audio, str):
-            each.id += os.path.splitext(each.audio)[1]
-    times = Counter(each.id for each in found)
-    taken = set(times)
-    for each in found:
-        if times[each.id] > 1:
-            each.id = next(name for number in itertools.count(1) if (name := f"{each.id}-{number}") not in taken)
-            taken.add(each.id)
+    _make_ids_unique(recordings)
     if references is not None:
-        texts = _texts(Path(references))
-        for each in found:
-            keys = [each.id, Path(each.id).name]
-            if isinstance(each.audio, str):
-                keys += [Path(each.audio).name, Path(each.audio).stem, each.audio]
-            each.reference = next((texts[key] for key in keys if key in texts), each.reference)
-        if not any(each.reference for each in found):
-            raise SbkitError(f"{references} has none of the recordings",
-                             hint="it must name them by their ids or file names")
-    return found
+        _set_references(recordings, references)
+    return recordings
 
 
-def _named(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
+def _make_ids_unique(recordings: Sequence[Recording]) -> None:
+    """Add their file's suffix to equal ids, then a number, so that their outputs don't collide."""
+    counts = Counter(recording.id for recording in recordings)
+    for recording in recordings:
+        if counts[recording.id] > 1 and isinstance(recording.audio, str):
+            recording.id += os.path.splitext(recording.audio)[1]
+
+    counts = Counter(recording.id for recording in recordings)
+    taken = set(counts)
+    for recording in recordings:
+        if counts[recording.id] > 1:
+            numbered = (f"{recording.id}-{number}" for number in itertools.count(1))
+            recording.id = next(id for id in numbered if id not in taken)
+            taken.add(recording.id)
+
+
+def _set_references(recordings: Sequence[Recording], references: str) -> None:
+    """Give the recordings their texts in a list, by their ids or file names."""
+    texts = _read_texts(Path(references))
+    for recording in recordings:
+        keys = [recording.id, Path(recording.id).name]
+        if isinstance(recording.audio, str):
+            path = Path(recording.audio)
+            keys += [path.name, path.stem, recording.audio]
+        recording.reference = next((texts[key] for key in keys if key in texts), recording.reference)
+    if not any(recording.reference for recording in recordings):
+        raise SbkitError(f"{references} has none of the recordings",
+                         hint="it must name them by their ids or file names")
+
+
+def _recordings_of(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
+    """Yield the recordings that a name on the command line stands for."""
     if name == STDIN:
         audio = standard_input("audio", "cat clip.mp3 | sbkit ... -")
         # Saved to a file, because decoders seek in it and it may not fit in memory.
@@ -100,9 +115,10 @@ def _named(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
             shutil.copyfileobj(audio.buffer, copy, 1 << 20)
         yield Recording(saved, "stdin", called="standard input")
         return
-    path, remote = Path(name), Remote(schemes)
+    path = Path(name)
+    remote = Remote(schemes)
     if path.is_dir():
-        for file in sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file()):
+        for file in sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()):
             # Decoded without errors: invalid UTF-8 could not be written into a transcript.
             yield Recording(str(file), os.fsencode(file.relative_to(path).with_suffix("")).decode("utf-8", "replace"))
     elif path.suffix.lower() in (".csv", ".tsv") and path.is_file():
@@ -111,7 +127,8 @@ def _named(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
         for row in Manifest.read(path):
             # Relative to the list's folder, as in training, unless only the working directory has it.
             beside = os.path.join(path.parent, row.wav)  # an absolute one stays
-            wav = row.wav if "://" in row.wav or (os.path.exists(row.wav) and not os.path.exists(beside)) else beside
+            only_in_working_directory = os.path.exists(row.wav) and not os.path.exists(beside)
+            wav = row.wav if "://" in row.wav or only_in_working_directory else beside
             yield Recording(wav, row.id, row.start, row.duration, row.text.strip() or None, remote=remote)
     elif path.suffix.lower() in (".json", ".jsonl", ".ndjson") and path.is_file():
         from sbkit.data.manifest import MAX_SECONDS
@@ -123,9 +140,9 @@ def _named(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
         for place, problem in rows.malformed:
             raise SbkitError(f"{path.parent / place}: {problem}")
         for i in range(len(rows)):
-            length = float(rows.durations[i])
-            yield Recording(rows.wavs[i], rows.ids[i], float(rows.starts[i]),
-                            length if 0 <= length <= MAX_SECONDS else None, rows.texts[i].strip() or None,
+            seconds = float(rows.durations[i])
+            duration = seconds if 0 <= seconds <= MAX_SECONDS else None  # unknown, or wrong: read to the end
+            yield Recording(rows.wavs[i], rows.ids[i], float(rows.starts[i]), duration, rows.texts[i].strip() or None,
                             remote=remote)
     elif not path.exists() and "?offset=" not in name and "://" not in name:
         raise SbkitError(f"{name}: no such file")
@@ -136,27 +153,27 @@ def _named(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
 
 def lengths(recordings: Sequence[Recording], rate: int) -> list[float]:
     """The seconds of recordings by their headers; 0 for one that can't be read, which is reported later."""
-    found = []
-    for each in recordings:
+    seconds = []
+    for recording in recordings:
         try:
-            found.append(each.seconds(rate))
+            seconds.append(recording.seconds(rate))
         except SbkitError:
-            found.append(0.0)
-    return found
+            seconds.append(0.0)
+    return seconds
 
 
-def _texts(path: Path) -> dict[str, str]:
+def _read_texts(path: Path) -> dict[str, str]:
     """The texts of a list by the names of its recordings: a CSV, a TSV with a header, or lines ``name<TAB>text``."""
     from sbkit.data.delimited import header, read_delimited
     from sbkit.data.sources.base import ALIASES
 
     if path.suffix.lower() == ".csv":
-        return _columns(read_delimited(path))
+        return _texts_by_name(read_delimited(path))
     columns: list[str] = []
     with contextlib.suppress(SbkitError):  # two equal fields, which no header has
         columns = header(path, delimiter="\t", quoted=False)
     if {*columns} & {*ALIASES["text"]}:
-        return _columns(read_delimited(path, delimiter="\t", quoted=False))
+        return _texts_by_name(read_delimited(path, delimiter="\t", quoted=False))
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -171,34 +188,42 @@ def _texts(path: Path) -> dict[str, str]:
     return texts
 
 
-def _columns(read: Delimited) -> dict[str, str]:
+def _texts_by_name(table: Delimited) -> dict[str, str]:
+    """The texts of a table by its ids and files, and by a file's name without its folder if that is unambiguous."""
     from sbkit.data.sources.base import ALIASES
 
     hint = "references need the recordings' ids or files, and their texts"
-    texts = read.need(*ALIASES["text"], hint=hint)
-    named = [column for role in ("id", "audio") if (column := read.find(*ALIASES[role])) is not None]
-    if read.malformed:
-        line, what = read.malformed[0]
-        raise SbkitError(f"{read.path}, line {line}: {what}", hint="every row needs as many fields as the header")
-    rows = [(name, text.strip()) for column in named or [read.need(*ALIASES["audio"], hint=hint)]
-            for name, text in zip(column.to_pylist(), texts.to_pylist(), strict=True)]
-    said: dict[str, set[str]] = {}
-    for name, text in rows:
-        said.setdefault(os.path.basename(name), set()).add(text)
-    return {name: min(each) for name, each in said.items() if len(each) == 1} | dict(rows)
+    texts = table.need(*ALIASES["text"], hint=hint)
+    name_columns = [column for column in (table.find(*ALIASES["id"]), table.find(*ALIASES["audio"]))
+                    if column is not None]
+    if table.malformed:
+        line, what = table.malformed[0]
+        raise SbkitError(f"{table.path}, line {line}: {what}", hint="every row needs as many fields as the header")
+    if not name_columns:
+        name_columns = [table.need(*ALIASES["audio"], hint=hint)]  # raises
+
+    by_name: dict[str, str] = {}
+    by_base_name: dict[str, set[str]] = {}
+    for column in name_columns:
+        for name, text in zip(column.to_pylist(), texts.to_pylist(), strict=True):
+            by_name[name] = text.strip()
+            by_base_name.setdefault(os.path.basename(name), set()).add(text.strip())
+    unambiguous = {name: min(alternatives) for name, alternatives in by_base_name.items() if len(alternatives) == 1}
+    return unambiguous | by_name
 
 
 def output_path(folder: Path, recording: Recording, suffix: str) -> Path:
     """The path of a recording's output: always in ``folder``, whatever the id contains."""
     parts = [part for part in recording.id.replace("\\", "/").split("/") if part not in ("", ".", "..")]
-    return folder.joinpath(*(parts or ["_"])).with_name(f"{parts[-1] if parts else '_'}.{suffix}")
+    *folders, name = parts or ["_"]
+    return folder.joinpath(*folders, f"{name}.{suffix}")
 
 
 def check_output_paths(folder: Path, recordings: Sequence[Recording]) -> None:
     """Raise if two recordings would have the same output path, because their ids differ only in parts that it drops."""
     first: dict[Path, Recording] = {}
-    for each in recordings:
-        other = first.setdefault(output_path(folder, each, "txt"), each)
-        if other is not each:
-            raise SbkitError(f"{other.id!r} and {each.id!r} would be written to the same file",
+    for recording in recordings:
+        other = first.setdefault(output_path(folder, recording, "txt"), recording)
+        if other is not recording:
+            raise SbkitError(f"{other.id!r} and {recording.id!r} would be written to the same file",
                              hint="change one of the ids")

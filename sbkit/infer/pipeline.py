@@ -35,7 +35,7 @@ class Options:
     chunk_seconds : longest chunk; None: the length that the model was trained on
     readers : threads that decode audio
     search : options of ``sbkit.decode.beam.BeamSearch`` (lm, hot_words, ...); None: greedy decoding
-    vad : whether words are written only where silero-vad hears somebody speak, and recordings are cut where it doesn't
+    vad : whether words are written only where silero-vad detects speech, and recordings are cut where it doesn't
     """
 
     batch_seconds: float | None = None
@@ -65,16 +65,23 @@ class _EndOfRecording(NamedTuple):
     error: BaseException | None = None
 
 
+#: What readers have read; None at the end of each reader.
+ReadQueue = queue.Queue[_ReadChunk | _EndOfRecording | None]
+
+
 class Pipeline:
     """Transcribes recordings in the fastest order; memory does not grow with their length."""
 
     def __init__(self, engine: Engine, options: Options | None = None):
-        self.engine, self.options = engine, options or Options()
+        self.engine = engine
+        self.options = options or Options()
         config = engine.config
         self._chunk_seconds = config.chunk(self.options.chunk_seconds)
-        self._budget = max(self.options.batch_seconds or batch_seconds(engine.running.device),
-                           self._chunk_seconds) * config.sample_rate
-        self._frame = config.hop_samples * config.subsampling
+        seconds = self.options.batch_seconds or batch_seconds(engine.running.device)
+        self.budget = max(seconds, self._chunk_seconds) * config.sample_rate
+        """Samples in one batch, with padding."""
+        self.frame_samples = config.hop_samples * config.subsampling
+        """Samples of a frame of the output."""
         self.decoder = decoder(engine.vocabulary, self.options.search)
         self._detector = SpeechDetector(config) if self.options.vad else None
 
@@ -83,8 +90,8 @@ class Pipeline:
         if not recordings:
             return
         stop = threading.Event()
-        size = max(8, int(_BATCHES_WAITING * self._budget / (self._chunk_seconds * self.engine.config.sample_rate)))
-        read: queue.Queue[_ReadChunk | _EndOfRecording | None] = queue.Queue(size)
+        size = max(8, int(_BATCHES_WAITING * self.budget / (self._chunk_seconds * self.engine.config.sample_rate)))
+        read: ReadQueue = queue.Queue(size)
         indices = iter(range(len(recordings)))
         lock = threading.Lock()
         readers = [threading.Thread(target=self._read, args=(recordings, indices, lock, read, stop), daemon=True)
@@ -92,17 +99,16 @@ class Pipeline:
         for reader in readers:
             reader.start()
         try:
-            yield from self._collect(recordings, read, len(readers))
+            yield from _Run(self, recordings, read, len(readers)).results()
         finally:
             stop.set()
             while any(reader.is_alive() for reader in readers):  # a full queue may block a reader
                 with contextlib.suppress(queue.Empty):
                     read.get(timeout=0.05)
 
-    # ------------------------------------------------------------------ reading
-
-    def _read(self, recordings: Sequence[Recording], indices: Iterator[int], lock: threading.Lock,
-              read: queue.Queue[_ReadChunk | _EndOfRecording | None], stop: threading.Event) -> None:
+    def _read(self, recordings: Sequence[Recording], indices: Iterator[int], lock: threading.Lock, read: ReadQueue,
+              stop: threading.Event) -> None:
+        """Read and cut the next recording, and so on; runs in each reader's thread."""
         rate = self.engine.config.sample_rate
         while not stop.is_set():
             with lock:
@@ -111,7 +117,7 @@ class Pipeline:
                 break
             number = 0
             try:
-                for chunk in cut(recordings[index].blocks(rate), rate, self._frame, self._chunk_seconds,
+                for chunk in cut(recordings[index].blocks(rate), rate, self.frame_samples, self._chunk_seconds,
                                  self._detector):
                     if stop.is_set():
                         return
@@ -124,75 +130,110 @@ class Pipeline:
                 read.put(_EndOfRecording(index, number, error))
         read.put(None)
 
-    # ------------------------------------------------------------------ batches
 
-    def _collect(self, recordings: Sequence[Recording], read: queue.Queue[_ReadChunk | _EndOfRecording | None],
-                 readers: int) -> Iterator[PipelineResult]:
-        partial: dict[int, Assembly] = {}
-        ready: dict[int, Assembly] = {}
-        waiting: list[_ReadChunk] = []
-        running: deque[tuple[list[_ReadChunk], Future[Any]]] = deque()
-        while readers or waiting or running:
-            while readers and (free := _BATCHES_WAITING * self._budget - sum(
-                    len(each.chunk.signal) for each in waiting)) > 0:
-                # Wait for a reader only if there is less than a batch and nothing else to do.
-                idle = not running and free > (_BATCHES_WAITING - 1) * self._budget
-                if idle and ready:
-                    yield from self._finish(recordings, ready)
-                with contextlib.suppress(queue.Empty):
-                    item = read.get(block=idle)
-                    if item is None:
-                        readers -= 1
-                    elif isinstance(item, _ReadChunk) and item.chunk.silent:
-                        self._add(item, None, partial, ready)
-                    elif isinstance(item, _ReadChunk):
-                        waiting.append(item)
-                    elif item.error is None:
-                        partial.setdefault(item.recording, Assembly()).expected = item.chunks
-                        if partial[item.recording].complete:
-                            ready[item.recording] = partial.pop(item.recording)
-                    elif isinstance(item.error, AudioError):
-                        waiting[:] = [each for each in waiting if each.recording != item.recording]
-                        partial[item.recording] = Assembly(expected=-1)  # its remaining chunks are dropped
-                        yield item.recording, item.error
-                    else:
-                        raise item.error
-                    continue
-                break
-            while waiting and len(running) < _BATCHES_RUNNING:
-                # The longest waiting chunk, and those of similar length that fit in a batch with it.
-                waiting.sort(key=lambda each: len(each.chunk.signal), reverse=True)
-                count = rows_within(self._budget, len(waiting[0].chunk.signal)) if self.engine.config.batching else 1
-                batch, waiting[:count] = waiting[:count], []
-                running.append((batch, self.engine.submit([each.chunk.signal for each in batch])))
-            if running:
-                batch, future = running.popleft()
-                for each, log_probs in zip(batch, future.result(), strict=True):
-                    self._add(each, log_probs, partial, ready)
-            if len(ready) >= self.decoder.at_once:
-                yield from self._finish(recordings, ready)
-        yield from self._finish(recordings, ready)
+class _Run:
+    """One run of a pipeline: which chunks wait, which are computed, and which recordings are complete.
 
-    def _add(self, part: _ReadChunk, log_probs: np.ndarray | None, partial: dict[int, Assembly],
-             ready: dict[int, Assembly]) -> None:
-        """Add the output [T, V] for a chunk to its recording; None: it didn't run, because nobody speaks."""
-        config = self.engine.config
-        assembly = partial.setdefault(part.recording, Assembly())
-        assembly.add(part.number, part.chunk, part.chunk.output(log_probs, config.blank_id, config.width), self._frame,
-                     self.decoder)
-        if assembly.complete:
-            ready[part.recording] = partial.pop(part.recording)
+    read : what the readers have read; each puts a None at its end
+    readers : how many of them there are
+    """
 
-    # ------------------------------------------------------------------ words
+    def __init__(self, pipeline: Pipeline, recordings: Sequence[Recording], read: ReadQueue, readers: int):
+        self._engine = pipeline.engine
+        self._decoder = pipeline.decoder
+        self._budget = pipeline.budget
+        self._frame = pipeline.frame_samples
+        self._recordings = recordings
+        self._read = read
+        self._readers = readers
+        self._waiting: list[_ReadChunk] = []  # for a batch
+        self._running: deque[tuple[list[_ReadChunk], Future[Any]]] = deque()
+        self._partial: dict[int, Assembly] = {}  # recordings of which chunks are missing
+        self._ready: dict[int, Assembly] = {}  # complete recordings, to be decoded
 
-    def _finish(self, recordings: Sequence[Recording], ready: dict[int, Assembly]) -> Iterator[PipelineResult]:
-        if not ready:
+    def results(self) -> Iterator[PipelineResult]:
+        while self._readers or self._waiting or self._running:
+            yield from self._receive()
+            self._submit_batches()
+            self._await_batch()
+            if len(self._ready) >= self._decoder.at_once:
+                yield from self._decode_ready()
+        yield from self._decode_ready()
+
+    def _receive(self) -> Iterator[PipelineResult]:
+        """Take what was read until enough chunks wait; yields the errors of recordings."""
+        while self._readers:
+            free = _BATCHES_WAITING * self._budget - sum(len(part.chunk.signal) for part in self._waiting)
+            if free <= 0:
+                return
+            # Wait for a reader only if there is less than a batch and nothing else to do.
+            idle = not self._running and free > (_BATCHES_WAITING - 1) * self._budget
+            if idle:
+                yield from self._decode_ready()
+            try:
+                item = self._read.get(block=idle)
+            except queue.Empty:
+                return
+            if item is None:
+                self._readers -= 1
+            elif isinstance(item, _EndOfRecording):
+                yield from self._end_recording(item)
+            elif item.chunk.silent:
+                self._add(item, None)
+            else:
+                self._waiting.append(item)
+
+    def _end_recording(self, end: _EndOfRecording) -> Iterator[PipelineResult]:
+        if end.error is None:
+            self._partial.setdefault(end.recording, Assembly()).expected = end.chunks
+            self._check_complete(end.recording)
+        elif isinstance(end.error, AudioError):
+            self._waiting = [part for part in self._waiting if part.recording != end.recording]
+            # Its chunks in running batches are dropped: no number of chunks completes this assembly.
+            self._partial[end.recording] = Assembly(expected=-1)
+            yield end.recording, end.error
+        else:
+            raise end.error
+
+    def _submit_batches(self) -> None:
+        """Submit the longest waiting chunk, and those of similar length that fit in a batch with it."""
+        while self._waiting and len(self._running) < _BATCHES_RUNNING:
+            self._waiting.sort(key=lambda part: len(part.chunk.signal), reverse=True)
+            longest = len(self._waiting[0].chunk.signal)
+            count = rows_within(self._budget, longest) if self._engine.config.batching else 1
+            batch = self._waiting[:count]
+            del self._waiting[:count]
+            self._running.append((batch, self._engine.submit([part.chunk.signal for part in batch])))
+
+    def _await_batch(self) -> None:
+        """Wait for the oldest batch, if any, and add its outputs to their recordings."""
+        if self._running:
+            batch, future = self._running.popleft()
+            for part, log_probs in zip(batch, future.result(), strict=True):
+                self._add(part, log_probs)
+
+    def _add(self, part: _ReadChunk, log_probs: np.ndarray | None) -> None:
+        """Add the output [T, V] for a chunk to its recording; None: the model didn't run on silence."""
+        config = self._engine.config
+        output = part.chunk.output(log_probs, config.blank_id, config.width)
+        assembly = self._partial.setdefault(part.recording, Assembly())
+        assembly.add(part.number, part.chunk, output, self._frame, self._decoder)
+        self._check_complete(part.recording)
+
+    def _check_complete(self, recording: int) -> None:
+        if self._partial[recording].complete:
+            self._ready[recording] = self._partial.pop(recording)
+
+    def _decode_ready(self) -> Iterator[PipelineResult]:
+        """Yield the transcripts of the complete recordings."""
+        if not self._ready:
             return
-        tokens = self.decoder.tokens([each.stretches for each in ready.values()])
-        done = list(zip(ready.items(), tokens, strict=True))
-        ready.clear()
-        for (index, assembly), parts in done:
-            vocabulary = self.engine.vocabulary
-            found = transcript(recordings[index].id, assembly, words(parts, vocabulary), vocabulary)
-            found.warning = recordings[index].warning
-            yield index, found
+        ready = self._ready
+        self._ready = {}
+        vocabulary = self._engine.vocabulary
+        tokens = self._decoder.tokens([assembly.stretches for assembly in ready.values()])
+        for (index, assembly), parts in zip(ready.items(), tokens, strict=True):
+            recording = self._recordings[index]
+            result = transcript(recording.id, assembly, words(parts, vocabulary), vocabulary)
+            result.warning = recording.warning
+            yield index, result

@@ -56,7 +56,8 @@ class StreamEngine(BundleEngine):
 
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
                  threads: int | None = None, max_streams: int = 16, on_step: Callable[[int], None] | None = None):
-        self.max_streams, self._on_step = max_streams, on_step
+        self.max_streams = max_streams
+        self._on_step = on_step
         self._step_began: float | None = None
         self._lock = threading.Lock()
         self._queue: deque[Session] = deque()  # streams that wait for a step
@@ -110,13 +111,14 @@ class StreamEngine(BundleEngine):
         chunks = self.chunks
         if chunk is None:
             return sorted(chunks.values())[len(chunks) // 2]
-        size, known = as_int(chunk), ", ".join(map(str, chunks))
+        sizes = ", ".join(map(str, chunks))
+        size = as_int(chunk)
         if size is None:
             raise SbkitError(f"a chunk must be a whole number of milliseconds, not {shown(chunk)}",
-                             hint=f"the model was trained for {known}")
+                             hint=f"the model was trained for {sizes}")
         if size not in chunks:
             raise SbkitError(f"the model wasn't trained for chunks of {shown(size)} ms",
-                             hint=f"it was trained for {known}")
+                             hint=f"it was trained for {sizes}")
         return chunks[size]
 
     @property
@@ -139,8 +141,8 @@ class StreamEngine(BundleEngine):
     def enqueue(self, session: Session) -> None:
         with self._lock:
             self._queue.append(session)
-            first = len(self._queue) == 1
-        if not first:  # a step is submitted already
+            step_is_submitted = len(self._queue) > 1
+        if step_is_submitted:
             return
         try:
             self.worker.submit(self._next_step)
@@ -155,11 +157,11 @@ class StreamEngine(BundleEngine):
     # ------------------------------------------------------------------ within the worker
 
     def _interface(self) -> Interface:
-        names, samples = list(self.streaming.state), self.config.window(min(self.streaming.chunks))
-        example: list[np.ndarray] = [np.zeros((1, samples), np.float32), np.zeros(1, np.int64),
-                                     *(part[None] for part in self.state())]
-        return Interface(dict(zip(["samples", "frames", *names], example, strict=True)),
-                         [self.config.outputs[0], "counts", *(f"next_{name}" for name in names)])
+        samples = self.config.window(min(self.streaming.chunks))
+        inputs = {"samples": np.zeros((1, samples), np.float32), "frames": np.zeros(1, np.int64)}
+        for name, part in zip(self.streaming.state, self.state(), strict=True):
+            inputs[name] = part[None]
+        return Interface(inputs, [self.config.outputs[0], "counts", *(f"next_{name}" for name in self.streaming.state)])
 
     def _warm_up(self, path: Path) -> None:
         samples = self.config.window(min(self.streaming.chunks))
@@ -168,15 +170,19 @@ class StreamEngine(BundleEngine):
     def _next_step(self) -> None:
         """Run one step for the queued streams whose chunks are as large as the first one's."""
         with self._lock:
-            queue, self._queue = self._queue, deque()
             taken: list[Session] = []
-            for session in queue:
-                fits = session.chunk == queue[0].chunk and len(taken) < self.max_streams
-                (taken if fits else self._queue).append(session)
-            more = bool(self._queue)
-        if more:
+            left: deque[Session] = deque()
+            for session in self._queue:
+                if session.chunk == self._queue[0].chunk and len(taken) < self.max_streams:
+                    taken.append(session)
+                else:
+                    left.append(session)
+            self._queue = left
+        if left:
             self.worker.submit(self._next_step)
-        sessions, windows = [], []
+
+        sessions = []
+        windows = []
         for session in taken:
             window = session.next()
             if window is None:
@@ -188,9 +194,11 @@ class StreamEngine(BundleEngine):
             self.take_step(sessions, windows)
 
     def take_step(self, sessions: list[Session], windows: list[Window]) -> None:
+        """Run a step and search its outputs; without memory for all streams, one after another. An error ends its
+        streams."""
         try:
             self._step_began = time.monotonic()
-            found = self.step(windows, [session.state for session in sessions])
+            outputs = self.step(windows, [session.state for session in sessions])
         except Exception as error:
             fatal = len(sessions) == 1 or not isinstance(error, OutOfMemory)
             for session, window in zip(sessions, windows, strict=True):
@@ -203,7 +211,7 @@ class StreamEngine(BundleEngine):
             self._step_began = None
         if self._on_step is not None:
             self._on_step(len(sessions))
-        for session, log_probs in zip(sessions, found, strict=True):
+        for session, log_probs in zip(sessions, outputs, strict=True):
             self._search(session, log_probs)
 
     def step(self, windows: Sequence[Window], states: Sequence[State]) -> list[np.ndarray]:
@@ -214,19 +222,19 @@ class StreamEngine(BundleEngine):
         streams = len(windows)
         for batch, parts in zip(self._states, zip(*states, strict=True), strict=True):
             np.stack(parts, out=batch[:streams])
-        found = self.compute(
-            np.stack([window.samples for window in windows]), np.array([window.frames for window in windows], np.int64),
-            *(batch[:streams] for batch in self._states))
-        log_probs, counts, *after = found
+        samples = np.stack([window.samples for window in windows])
+        frames = np.array([window.frames for window in windows], np.int64)
+        outputs = self.compute(samples, frames, *(batch[:streams] for batch in self._states))
+        log_probs, counts, *next_states = outputs
         if log_probs.ndim != 3 or {len(log_probs), *counts.shape} != {streams} \
-                or [each.shape for each in after] != [(streams, *part.shape) for part in states[0]]:
-            raise SbkitError(f"the streaming graph outputs {[each.shape for each in found]} for {streams} streams",
+                or [batch.shape for batch in next_states] != [(streams, *part.shape) for part in states[0]]:
+            raise SbkitError(f"the streaming graph outputs {[array.shape for array in outputs]} for {streams} streams",
                              hint="export it again")
         if log_probs.shape[2] != self.config.width:
             raise SbkitError(f"the streaming graph outputs {log_probs.shape[2]} values per frame, but config.json "
                              f"says {self.config.width}", hint="do all files come from the same export?")
         for row, state in enumerate(states):
-            for part, batch in zip(state, after, strict=True):
+            for part, batch in zip(state, next_states, strict=True):
                 part[...] = batch[row]
         # Copies: a view would keep the whole batch in memory until the slowest search is done.
         return [row[:count].copy() for row, count in zip(log_probs, counts.tolist(), strict=True)]
