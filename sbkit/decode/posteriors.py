@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -51,9 +51,11 @@ class FramesOfStream:
         self.frames += len(spoken)
         spoken = np.concatenate([self._spoken, spoken])
         near = near_speech(spoken)[NEAR_SPEECH:]
-        last = len(near) - int(near[::-1].argmax()) if near.any() else 0
-        count = max(last, len(frames) - NEAR_SPEECH)
-        self._held, self._spoken = frames[count:].copy(), spoken[count:]
+        # What is near speech stays so. What is not may still become so, by one of the next frames.
+        last_near = len(near) - int(near[::-1].argmax()) if near.any() else 0
+        count = max(last_near, len(frames) - NEAR_SPEECH)
+        self._held = frames[count:].copy()
+        self._spoken = spoken[count:]
         return frames[:count], near[:count]
 
 
@@ -89,11 +91,18 @@ class Events:
 
     def between(self, start: int, stop: int) -> Events:
         """Select a range of events as one utterance."""
-        events, tokens = slice(start, stop), slice(*self.begin[[start, stop]].tolist())
+        events = slice(start, stop)
+        tokens = slice(int(self.begin[start]), int(self.begin[stop]))
         return Events(
-            first=np.array([0, stop - start]), offset=np.zeros(1),
-            frame=self.frame[events], run=self.run[events], pause=self.pause[events], blank=self.blank[events],
-            begin=self.begin[start:stop + 1] - tokens.start, token=self.token[tokens], prob=self.prob[tokens],
+            first=np.array([0, stop - start]),
+            offset=np.zeros(1),
+            frame=self.frame[events],
+            run=self.run[events],
+            pause=self.pause[events],
+            blank=self.blank[events],
+            begin=self.begin[start:stop + 1] - tokens.start,
+            token=self.token[tokens],
+            prob=self.prob[tokens],
             labels=self.labels,
         )
 
@@ -107,12 +116,16 @@ class Events:
             field.name: np.concatenate([getattr(part, field.name) for part in parts])
             for field in fields(Events) if field.name not in ("first", "begin", "labels")
         }
-        for name, others in (("first", "frame"), ("begin", "token")):
-            shifts = np.cumsum([0, *(len(getattr(part, others)) for part in parts[:-1])])
-            columns[name] = np.append(
-                np.concatenate([getattr(part, name)[:-1] + shift for part, shift in zip(parts, shifts, strict=True)]),
-                len(columns[others]))
-        return Events(labels=parts[0].labels, **columns)
+        first = _join_begins([part.first for part in parts])
+        begin = _join_begins([part.begin for part in parts])
+        return Events(first=first, begin=begin, labels=parts[0].labels, **columns)
+
+
+def _join_begins(several: Sequence[np.ndarray]) -> np.ndarray:
+    """Join columns of where rows begin, each of which ends with the number of its own rows."""
+    shifts = np.cumsum([0, *(begins[-1] for begins in several)])
+    shifted = [begins[:-1] + shift for begins, shift in zip(several, shifts[:-1], strict=True)]
+    return np.append(np.concatenate(shifted), shifts[-1])
 
 
 def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_id: int = 0, threshold: float = -7.0,
@@ -129,60 +142,71 @@ def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_i
     sizes = np.asarray(lengths.tolist())
     batch, frames, labels = log_probs.shape
     inside = np.arange(frames) < sizes.reshape(-1, 1)
-    utterance, time = np.nonzero(inside)
-    top, blank, row, token, value = _likely(log_probs, inside.ravel(), blank_id, threshold)
+    utterance, time = np.nonzero(inside)  # of each frame [F] of the whole batch
+    likely = _likely(log_probs, inside.ravel(), blank_id, threshold)
     best = np.zeros(inside.shape)
-    best[inside] = top
+    best[inside] = likely.best
     refuse_nan(best)
-    refuse_scores(top)
+    refuse_scores(likely.best)
     if near is None:
         spoken = np.zeros(inside.shape, bool)
-        spoken[inside] = top > blank
+        spoken[inside] = likely.best > likely.blank
         near = near_speech(spoken)
-    kept = near[inside][row]
-    row, token, value = row[kept], token[kept], value[kept]
-    row, token, value = strongest(row, token, value, max_tokens)
-    counts = np.bincount(row, minlength=len(top))  # likely tokens per frame
+    may_begin = near[inside][likely.frame]
+    frame, token, value = strongest(likely.frame[may_begin], likely.token[may_begin], likely.value[may_begin],
+                                    max_tokens)
+    counts = np.bincount(frame, minlength=len(utterance))  # likely tokens of each frame
     begin = np.concatenate([[0], np.cumsum(counts)])
-    blank = blank.astype(np.float64)
+    blank = likely.blank.astype(np.float64)
 
     # Of all frames [F], those that are no event. In one kind only the blank is likely (no token is): it separates the
     # events around it, which ``pause`` says. In the other the frame before had the same only token, and neither a blank
     # between them nor another token is likely: it makes that event longer, which ``run`` says.
-    same = np.zeros(len(top), dtype=bool)  # in the same utterance as the frame before
-    same[1:] = utterance[1:] == utterance[:-1]
+    same_utterance = np.zeros(len(utterance), dtype=bool)  # as the frame before
+    same_utterance[1:] = utterance[1:] == utterance[:-1]
     single = (counts == 1) & (blank < _NO_BLANK)
-    only = np.full(len(top), -1)
-    only[single] = token[begin[:-1][single]]
-    repeats = np.zeros(len(top), dtype=bool)
-    repeats[1:] = same[1:] & single[1:] & (only[1:] == only[:-1])
+    only_token = np.full(len(utterance), -1)
+    only_token[single] = token[begin[:-1][single]]
+    repeats = np.zeros(len(utterance), dtype=bool)
+    repeats[1:] = same_utterance[1:] & single[1:] & (only_token[1:] == only_token[:-1])
     event = (counts > 0) & ~repeats
-    pause = np.zeros(len(top), dtype=bool)
-    pause[1:] = same[1:] & (counts[:-1] == 0)
+    pause = np.zeros(len(utterance), dtype=bool)
+    pause[1:] = same_utterance[1:] & (counts[:-1] == 0)
 
     # Every path takes the one likely label of a folded frame, so its probability is a constant of the utterance.
     folded = np.where(counts == 0, blank, 0.0)
     folded[repeats] = value[begin[:-1][repeats]]
     numbers = np.cumsum(event) - 1
-    kept = np.repeat(event, counts)
+    of_event = np.repeat(event, counts)
     return Events(
         first=np.concatenate([[0], np.cumsum(np.bincount(utterance[event], minlength=batch))]),
         offset=np.bincount(utterance, weights=folded, minlength=batch),
         frame=time[event].astype(np.int32),
         run=np.bincount(numbers[event | repeats], minlength=int(event.sum())).astype(np.int32),
-        pause=pause[event], blank=np.exp(blank[event]),
-        begin=np.concatenate([[0], np.cumsum(counts[event])]), token=token[kept], prob=np.exp(value[kept]),
+        pause=pause[event],
+        blank=np.exp(blank[event]),
+        begin=np.concatenate([[0], np.cumsum(counts[event])]),
+        token=token[of_event],
+        prob=np.exp(value[of_event]),
         labels=labels,
     )
 
 
-def _likely(log_probs: np.ndarray | Tensor, inside: np.ndarray, blank_id: int, threshold: float
-            ) -> tuple[np.ndarray, ...]:
+class _Likely(NamedTuple):
+    """The likely tokens [N] of frames [F], as log-probabilities."""
+
+    best: np.ndarray  # [F] the highest
+    blank: np.ndarray  # [F]
+    frame: np.ndarray  # [N] of each likely token
+    token: np.ndarray  # [N]
+    value: np.ndarray  # [N]
+
+
+def _likely(log_probs: np.ndarray | Tensor, inside: np.ndarray, blank_id: int, threshold: float) -> _Likely:
     """Find the likely tokens of the frames inside, except the blank. A frame without any keeps its best.
 
-    Returns the highest log-probability and the blank's of each frame [F], and frame, token and log-probability of each
-    likely token [N]. If the blank is almost certain, no other token can reach the threshold, so most frames need only
-    one value to be read instead of V.
+    If the blank is almost certain, no other token can reach the threshold, so most frames need only one value to be
+    read instead of V.
     """
     least = math.exp(threshold)
     # Below float32's precision, a blank of 1 says nothing about the other tokens.
@@ -193,34 +217,37 @@ def _likely(log_probs: np.ndarray | Tensor, inside: np.ndarray, blank_id: int, t
     nonzero: Callable[[Any], np.ndarray]
     highest: Callable[[Any], Any]
     if isinstance(flat, np.ndarray):
-        numpy, indices = np.asarray, np.asarray
-        nonzero, highest = np.flatnonzero, lambda rows: rows.max(-1, initial=-np.inf)
+        numpy = np.asarray
+        indices = np.asarray
+        nonzero = np.flatnonzero
+        highest = lambda rows: rows.max(-1, initial=-np.inf)  # noqa: E731
     else:
         import torch
 
         flat = flat.detach()
         numpy = lambda column: column.float().cpu().numpy()  # noqa: E731
         indices = lambda rows: torch.from_numpy(rows).to(flat.device)  # noqa: E731
-        nonzero, highest = lambda mask: mask.reshape(-1).nonzero()[:, 0].cpu().numpy(), lambda rows: rows.amax(-1)
+        nonzero = lambda mask: mask.reshape(-1).nonzero()[:, 0].cpu().numpy()  # noqa: E731
+        highest = lambda rows: rows.amax(-1)  # noqa: E731
     frames = np.flatnonzero(inside)
     blank = numpy(flat[:, blank_id][indices(frames)])
+    best = blank.copy()
     uncertain = np.flatnonzero(~(blank >= certain))  # also NaN
-    top = blank.copy()
     if not len(uncertain):
         none = np.zeros(0, np.int64)
-        return top, blank, none, none, np.zeros(0, np.float32)
-    some = flat[indices(frames[uncertain])]
-    above = highest(some)
-    top[uncertain] = numpy(above)
-    places = nonzero(some > threshold)
-    flat_rows = np.flatnonzero(top[uncertain] <= threshold)
-    if len(flat_rows):
-        best = some[indices(flat_rows)].argmax(-1)
-        places = np.concatenate([places, flat_rows * some.shape[1] + np.asarray(best.tolist())])
-    row, token = np.divmod(places, some.shape[1])
-    value = numpy(some.reshape(-1)[indices(places)])
-    other = token != blank_id
-    return top, blank, uncertain[row[other]], token[other], value[other]
+        return _Likely(best, blank, none, none, np.zeros(0, np.float32))
+
+    rows = flat[indices(frames[uncertain])]
+    best[uncertain] = numpy(highest(rows))
+    places = nonzero(rows > threshold)
+    rows_without = np.flatnonzero(best[uncertain] <= threshold)
+    if len(rows_without):
+        best_token = rows[indices(rows_without)].argmax(-1)
+        places = np.concatenate([places, rows_without * rows.shape[1] + np.asarray(best_token.tolist())])
+    row, token = np.divmod(places, rows.shape[1])
+    value = numpy(rows.reshape(-1)[indices(places)])
+    is_token = token != blank_id
+    return _Likely(best, blank, uncertain[row[is_token]], token[is_token], value[is_token])
 
 
 def strongest(row: np.ndarray, token: np.ndarray, value: np.ndarray, max_tokens: int) -> tuple[np.ndarray, ...]:
@@ -240,39 +267,46 @@ def spans_of(batch: Events, tokens: Sequence[np.ndarray], events: Sequence[np.nd
     """
     if not len(tokens):
         return []
-    sizes = np.array([len(each) for each in tokens])
-    token, event = np.concatenate(tokens).astype(np.int64), np.concatenate(events).astype(np.int64)
+    sizes = np.array([len(ids) for ids in tokens])
+    token = np.concatenate(tokens).astype(np.int64)
+    event = np.concatenate(events).astype(np.int64)
     # A token ends at the latest with the next token, or the utterance.
     limit = np.append(event[1:], 0)
     last = np.cumsum(sizes)[sizes > 0] - 1
     limit[last] = batch.first[np.searchsorted(batch.first, event[last], side="right")]
+
+    # All probabilities of the batch, sorted by event and token.
     keys = np.repeat(np.arange(len(batch.frame)), np.diff(batch.begin)) * np.int64(batch.labels) + batch.token
     order = np.argsort(keys)
-    keys, probs = keys[order], batch.prob[order]
+    keys = keys[order]
+    probs = batch.prob[order]
 
     def prob(event: np.ndarray, token: np.ndarray) -> np.ndarray:
+        """The probabilities of tokens [N] at events [N], 0 where a token wasn't likely."""
         wanted = event * batch.labels + token
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         return np.where(keys[at] == wanted, probs[at], 0.0)
 
-    # Each token is followed event by event up to its limit: ``each`` are these events, ``owner`` their tokens. The
-    # probabilities come from one sorted list of (event, token) of the batch, 0 where a token wasn't likely.
+    # Each token is followed event by event up to its limit: these are the events, and ``owner`` their tokens.
     longest = np.maximum(limit - event, 1)
     owner = np.repeat(np.arange(len(token)), longest)
     begin = np.cumsum(longest) - longest
-    each = np.arange(len(owner)) + (event - begin)[owner]
-    probability, frames = prob(each, token[owner]), batch.run[each]
-    adjacent = batch.frame[each] == batch.frame[each - 1] + batch.run[each - 1]
+    followed = np.arange(len(owner)) + (event - begin)[owner]
+    probability = prob(followed, token[owner])
+    frames = batch.run[followed]
+    adjacent = batch.frame[followed] == batch.frame[followed - 1] + batch.run[followed - 1]
+
     # A token lives until the first event that isn't adjacent, lacks it, or has a likelier blank.
-    stops = ~(adjacent & (probability > 0) & (probability >= batch.blank[each]))
+    stops = ~(adjacent & (probability > 0) & (probability >= batch.blank[followed]))
     stops[begin] = False
     stopped = np.cumsum(stops)
     alive = stopped == stopped[begin][owner]
+
     # bincount adds in order, so that a stream and a recording give the same to the last bit.
-    mass, run = (np.bincount(owner[alive], column[alive], minlength=len(token))
-                 for column in (probability * frames, frames))
-    run = run.astype(np.int64)
+    mass = np.bincount(owner[alive], (probability * frames)[alive], minlength=len(token))
+    run = np.bincount(owner[alive], frames[alive], minlength=len(token)).astype(np.int64)
     starts = batch.frame[event].astype(np.int64)
-    columns = (token, starts, starts + run, (mass / run).astype(np.float32))
-    cuts = np.cumsum(sizes)[:-1]
-    return [TokenSpans(*parts) for parts in zip(*(np.split(column, cuts) for column in columns), strict=True)]
+    confidence = (mass / run).astype(np.float32)
+    ends_of_transcripts = np.cumsum(sizes)
+    return [TokenSpans(token[part], starts[part], (starts + run)[part], confidence[part])
+            for part in map(slice, ends_of_transcripts - sizes, ends_of_transcripts)]
