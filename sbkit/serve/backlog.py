@@ -28,7 +28,7 @@ _UPLOAD_BYTES = 32_000.0
 
 _FIRST_UPLOADS = 0.25
 """Share of what the model could do within a time limit that is uploaded at once, until a batch of uploads has run. How
-fast uploads are read is not known before: too many at once are all late, so that no batch ever tells."""
+fast uploads are read is not known before: too many at once would all be late, so no batch would ever run."""
 
 _UPLOADS_KEPT = 3600.0
 """Units in uploads after which older ones count half."""
@@ -54,8 +54,8 @@ class Speed:
     def recent(self, idle: bool) -> float:
         """Units a second; 0 while that is unknown.
 
-        idle : whether the model has no work now. What slowed it down may be over, and nothing tells, so the speed
-            returns to the best one, slowly. Otherwise a slow moment could refuse all later requests for ever.
+        idle : whether the model has no work now. What slowed it down may be over, and nothing measures it, so the speed
+            slowly returns to the best one. Otherwise a slow moment could refuse all later requests for ever.
         """
         if not self._seconds:
             return 0.0
@@ -79,7 +79,7 @@ class Backlog:
         self._speed = Speed()
         self._next_retry = 0.0
         self._upload_units = self._upload_bytes = 0.0
-        self._upload_share: float | None = _FIRST_UPLOADS  # None: a batch has told the speed of uploads, too
+        self._upload_share: float | None = _FIRST_UPLOADS  # None: a batch of uploads has run, so their speed is known
 
     @property
     def speed(self) -> float | None:
@@ -129,9 +129,11 @@ class Backlog:
         """
         with self._lock:
             late: dict[Work, float] = {}
-            if (speed := self.speed) is None:
+            speed = self.speed
+            if speed is None:
                 return late
-            now, ahead = time.monotonic(), 0.0
+            now = time.monotonic()
+            ahead = 0.0
             for work in self._in_order():
                 if work.started or work is upload:
                     excess = (ahead + work.remaining) / speed - (work.until - now)
@@ -146,16 +148,19 @@ class Backlog:
 
     def _check(self, new: Work, units: float) -> None:
         """Raise ``ApiError`` if a new request with ``units`` can't finish in time, or accepted ones no longer could."""
-        if (speed := self.speed) is None:
+        speed = self.speed
+        if speed is None:
             return
         now = time.monotonic()
         if units / speed > new.until - now:
             raise new.error(units, units / speed - (new.until - now))
+
         limit = new.share * speed * new.seconds
-        own = sum(work.remaining for work in self._works if work.client == new.client and work is not new)
-        if new.client is not None and own > 0 and own + units > limit:
-            raise busy(f"your address has {own:.0f} {self.unit} in progress; with this request, the limit is "
-                       f"{limit:.0f}", own / speed)
+        of_client = sum(work.remaining for work in self._works if work.client == new.client and work is not new)
+        if new.client is not None and of_client > 0 and of_client + units > limit:
+            raise busy(f"your address has {of_client:.0f} {self.unit} in progress; with this request, the limit is "
+                       f"{limit:.0f}", of_client / speed)
+
         due = new.due_with(units)
         others = [work for work in self._in_order() if work is not new]
         ahead = sum(work.remaining for work in others if work.due <= due)
@@ -177,13 +182,14 @@ class Backlog:
             ahead += work.remaining
 
     def _full(self, ahead: float, units: float, excess: float) -> ApiError:
-        """The error for a request with ``units``, which would be late, or make others late, by ``excess`` seconds.
+        """Make the error for a request of ``units`` that would be late, or make others late, by ``excess`` seconds.
 
         Clients are asked back one after another, as fast as there is room for them, and at the latest when nothing is
         ahead any more: all at once, they would take the time of the accepted ones.
         """
-        speed, now = self.speed, time.monotonic()
-        assert speed is not None, "it was needed to know that"
+        speed = self.speed
+        assert speed is not None, "only a known speed shows that there is no room"
+        now = time.monotonic()
         retry = max(now + excess, self._next_retry)
         self._next_retry = retry + units / speed
         wait = min(retry - now, max(ahead / speed, excess))
@@ -194,14 +200,18 @@ class Backlog:
 class Work:
     """The work of one request: an estimate, which grows and may be corrected, minus what is done.
 
-    share : for one client, of what can be done within a request's time limit; a single request may be larger
+    share : the share that one client may have of what can be done within a request's time limit; a single request may
+        be larger
     seconds, until : the time limit of a request, and this one's deadline
     """
 
     def __init__(self, backlog: Backlog, client: str | None, share: float, seconds: float, until: float):
-        self.client, self.share, self.seconds, self.until = client, share, seconds, until
+        self.client = client
+        self.share = share
+        self.seconds = seconds
+        self.until = until
         self.started = False
-        """Whether the model can work on it."""
+        """Whether decoding its upload has begun, so that the model can work on it."""
         self._backlog = backlog
         self._total = self._done = 0.0
         self._start: float | None = None
@@ -234,7 +244,8 @@ class Work:
         """
         backlog = self._backlog
         with backlog._lock:
-            if (speed := backlog.speed) is None or self._total:
+            speed = backlog.speed
+            if speed is None or self._total:
                 return
             # An estimate alone refuses nobody: it counts only beside the work of others.
             units = min(backlog.expected(size), speed * (self.until - time.monotonic()) / 2)
@@ -277,13 +288,16 @@ class Work:
         if the rest can't be done in time."""
         with self._backlog._lock:
             self._done = max(self._done, min(units, self._total))
-            speed, left = self._backlog.speed, self.until - time.monotonic()
-            if speed is not None and self.remaining / speed > left:
-                raise self.error(self.remaining, self.remaining / speed - left)
+            speed = self._backlog.speed
+            if speed is None:
+                return
+            excess = self.remaining / speed - (self.until - time.monotonic())
+            if excess > 0:
+                raise self.error(self.remaining, excess)
 
     def error(self, units: float, excess: float) -> ApiError:
-        """The error if ``units`` can't be done in time, by ``excess`` seconds. Another try is of use only if it fits
-        well at the best speed."""
+        """Make the error for ``units`` that would be late by ``excess`` seconds. The client should try again only if
+        they fit well at the best speed."""
         if self._backlog.seconds_alone(units) > _MARGIN * self.seconds:
             return too_late(self.seconds)
         return busy("this server is slower than it was, and can't finish this request within the time limit", excess)

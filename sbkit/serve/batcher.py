@@ -19,10 +19,10 @@ from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.serve.backlog import Backlog, Work
 from sbkit.serve.errors import ApiError
 
-_ROWS = 32
-_LONG = 5.0  # seconds of audio, or symbols
+_MAX_ROWS = 32
+_LONG = 5.0  # units of work (seconds of audio, or symbols) of the longest signal in a batch that shows the speed
 _LIKE = 1.25  # lengths of a ratio up to this are alike
-_MEASURED = 1.0  # seconds, after which a speed is known well enough
+_MEASURED = 1.0  # seconds of a batch after which the speed is known well enough
 
 
 class _Query(NamedTuple):
@@ -31,12 +31,14 @@ class _Query(NamedTuple):
     client: str | None
     work: Work | None
     due: float
-    """Among those without work."""
+    """When it is due among those without work, which are of live speech."""
 
     @property
     def order(self) -> tuple[bool, float]:
-        """What is first, goes first: live speech before recordings, each in the order in which it is due."""
-        return (False, self.due) if self.work is None else (True, self.work.due)
+        """The key to sort by: live speech before recordings, each in the order in which it is due."""
+        if self.work is None:
+            return False, self.due
+        return True, self.work.due
 
 
 class Batcher:
@@ -54,8 +56,9 @@ class Batcher:
                  log: Callable[[int], None] | None = None, budget: float | None = None, unit: str = "s of audio",
                  cost: Callable[[Any], float] | None = None):
         self.engine = engine
-        self._rows = _ROWS if batching and engine.config.batching else 1
-        self._budget = budget or (seconds or batch_seconds(engine.running.device)) * engine.config.sample_rate
+        self._rows = _MAX_ROWS if batching and engine.config.batching else 1
+        seconds = seconds or batch_seconds(engine.running.device)
+        self._budget = budget or seconds * engine.config.sample_rate
         self._log = log or (lambda rows: None)
         self._lock = threading.Lock()
         self._waiting: list[_Query] = []
@@ -132,20 +135,22 @@ class Batcher:
             return
         self._log(len(batch))
         try:
-            signals: list[Any] = [each.signal for each in batch]
+            signals: list[Any] = [query.signal for query in batch]
             future = self.engine.submit(signals)
         except Exception as error:
             self._finish(batch, [error] * len(batch))
         else:
-            future.add_done_callback(lambda done: self._done(batch, done))
+            future.add_done_callback(lambda future: self._on_end(batch, future))
 
     def _drop_late(self) -> list[tuple[_Query, ApiError]]:
         """Remove the signals of requests that can't finish in time any more; returns them with their errors."""
         late = self.backlog.late()
         if not late:
             return []
-        dropped = [(query, query.work.error(query.work.remaining, late[query.work])) for query in self._waiting
-                   if query.work in late and query.future.set_running_or_notify_cancel()]
+        dropped: list[tuple[_Query, ApiError]] = []
+        for query in self._waiting:
+            if query.work in late and query.future.set_running_or_notify_cancel():
+                dropped.append((query, query.work.error(query.work.remaining, late[query.work])))
         self._waiting = [query for query in self._waiting if query.work not in late]
         return dropped
 
@@ -172,8 +177,8 @@ class Batcher:
         return batch
 
     def _like(self, first: _Query, others: list[_Query]) -> list[_Query]:
-        """Those that fit in a batch with ``first``: of like length first, which cost the least padding, and among these
-        what is due first. Otherwise all requests would advance together, and finish late together.
+        """Return those that fit in a batch with ``first``: those of like length first, which cost the least padding,
+        and among these what is due first. Otherwise all requests would advance together, and finish late together.
 
         others : in the order in which they are due, which a sort keeps
         """
@@ -185,28 +190,28 @@ class Batcher:
         fitting = [query for query in others if 2 * max(length, len(query.signal)) <= self._budget]
         return sorted(fitting, key=unlike)
 
-    def _done(self, batch: list[_Query], done: Future[Any]) -> None:
+    def _on_end(self, batch: list[_Query], future: Future[Any]) -> None:
         ended = time.monotonic()
-        error = CancelledError() if done.cancelled() else done.exception()
+        error = CancelledError() if future.cancelled() else future.exception()
         if error is None:
-            costs = [self._cost(each.signal) for each in batch]
+            costs = [self._cost(query.signal) for query in batch]
             if max(costs) >= _LONG:  # the speed of short ones is not that of long ones
                 self.backlog.record_batch(sum(costs), ended - self._busy_since)
-            self._finish(batch, done.result(), ended)
-        elif len(batch) > 1 and self.engine.fault is None and not done.cancelled():
+            self._finish(batch, future.result(), ended)
+        elif len(batch) > 1 and self.engine.fault is None and not future.cancelled():
             self._retry.extend(batch)  # each alone, so that one can't make another fail
             self._finish([], [])
         else:
             self._finish(batch, [error] * len(batch))
 
     def _finish(self, batch: list[_Query], results: Sequence[Any], ended: float | None = None) -> None:
-        for each, result in zip(batch, results, strict=True):
+        for query, result in zip(batch, results, strict=True):
             if isinstance(result, BaseException):
-                each.future.set_exception(result)
-            else:
-                if each.work is not None:
-                    each.work.computed(self._cost(each.signal))
-                each.future.set_result(result)
+                query.future.set_exception(result)
+                continue
+            if query.work is not None:
+                query.work.computed(self._cost(query.signal))
+            query.future.set_result(result)
         with self._lock:
             self._running = self.backlog.running = False
             waited = bool(self._waiting or self._retry)

@@ -38,26 +38,28 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
     """
     try:
         data = file.read()
-        seconds, own, channels = audio.audio_info(data)
+        seconds, file_rate, channels = audio.audio_info(data)
         if channels > MAX_CHANNELS:
             return {"refused": f"claims {channels} channels in its header; the limit is {MAX_CHANNELS}"}
-        if own > MAX_RATE:
-            return {"refused": f"claims {own} samples per second in its header; the limit is {MAX_RATE}"}
+        if file_rate > MAX_RATE:
+            return {"refused": f"claims {file_rate} samples per second in its header; the limit is {MAX_RATE}"}
         if seconds > max_seconds:
             return {"too_long": f"{seconds:.1f} s long"}
-        samples, granted = 0, 0
+        samples = 0
+        reserved = 0  # bytes
         recording = Recording(data)
         for block in recording.blocks(rate):
             samples += len(block)
             if samples > max_seconds * rate:
                 return {"too_long": f"longer than {max_seconds:g} s"}
-            if 4 * samples > granted:
-                granted = max(4 * samples, 0 if granted else 4 * int(seconds * rate))
-                if not reserve(granted):
-                    return {"no_room": granted}
-            rest = memoryview(block.data).cast("B")
-            while rest:  # a nearly full disk writes only part, and only the count shows it
-                rest = rest[out.write(rest) :]
+            if 4 * samples > reserved:
+                claimed = 4 * int(seconds * rate) if reserved == 0 else 0  # by the header
+                reserved = max(4 * samples, claimed)
+                if not reserve(reserved):
+                    return {"no_room": reserved}
+            unwritten = memoryview(block.data).cast("B")
+            while unwritten:  # a nearly full disk writes only part, and only the count shows it
+                unwritten = unwritten[out.write(unwritten) :]
         out.flush()
         if not samples:
             return {"refused": "has no samples"}
@@ -75,15 +77,20 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
 
 
 def main(handle: int, memory: int, file_bytes: int) -> None:
+    """Answer requests until the server closes its socket.
+
+    handle : the socket's number
+    memory, file_bytes : limits of this process
+    """
     with socket.socket(fileno=handle) as server:
-        bounds = [(resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)]
+        limits = {resource.RLIMIT_FSIZE: file_bytes, resource.RLIMIT_CORE: 0}
         if sys.platform != "darwin":  # macOS can't limit address space
-            bounds.append((resource.RLIMIT_AS, memory))
-        for what, limit in bounds:
-            hard = resource.getrlimit(what)[1]
+            limits[resource.RLIMIT_AS] = memory
+        for kind, limit in limits.items():
+            _, hard = resource.getrlimit(kind)
             if hard != resource.RLIM_INFINITY:
                 limit = min(limit, hard)
-            resource.setrlimit(what, (limit, limit))
+            resource.setrlimit(kind, (limit, limit))
         server.sendall(READY)
         while True:
             line, handles, _, _ = socket.recv_fds(server, 4096, 2)
@@ -91,8 +98,9 @@ def main(handle: int, memory: int, file_bytes: int) -> None:
                 return
             request = json.loads(line)
             # The kernel ends this process if the request takes longer.
-            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + request["cpu_seconds"]) + 1, hard))
+            _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+            soft = int(time.process_time() + request["cpu_seconds"]) + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
             with os.fdopen(handles[0], "rb") as file, os.fdopen(handles[1], "wb", buffering=0) as out:
                 reply = decode(file, out, request["rate"], request["seconds"], lambda size: _reserve(server, size))
             server.sendall(json.dumps(reply).encode() + b"\n")

@@ -31,7 +31,7 @@ from sbkit.system import helper_process
 
 _COMMAND = tuple(helper_process.command("sbkit.serve.decoder_process"))
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
-_OWN_MEMORY = 1 << 30  # Python, numpy, libsndfile and blocks of samples; address space, not memory in use
+_BASE_MEMORY = 1 << 30  # of Python, numpy, libsndfile and blocks of samples; address space, not memory in use
 _HIGHEST_RATE = 192_000
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.1  # interval of checks for a cancelled job
@@ -42,9 +42,11 @@ class Wave:
     """Decoded samples at the model's rate, in a file without a name."""
 
     def __init__(self, file: IO[bytes], samples: int, reservation: DiskReservation, warning: str | None = None):
-        self._file, self.samples, self._reservation = file, samples, reservation
+        self.samples = samples
         self.warning = warning
         """Which part of the recording is missing, if any."""
+        self._file = file
+        self._reservation = reservation
 
     def blocks(self) -> Iterator[np.ndarray]:
         self._file.seek(0)
@@ -63,7 +65,7 @@ class Wave:
 
 
 class DecoderDied(Exception):
-    """A decoder ended, or took too long; ``again`` says whether a fresh one may do better."""
+    """A decoder ended, or took too long; ``again``: whether a fresh one may succeed."""
 
     def __init__(self, how: str, again: bool):
         super().__init__(how)
@@ -84,7 +86,8 @@ class _Decoder:
         # Not select, which takes no descriptor from 1024 on: a busy server's connections have those below.
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._ready = self._used = False
+        self._ready = False  # whether it has said that it runs
+        self._used = False
 
     @property
     def fresh(self) -> bool:
@@ -95,7 +98,7 @@ class _Decoder:
         """Wait until it runs; raises ``ApiError`` 503 if it can't be started."""
         if not self._ready:
             try:
-                self._ready = self._line(job, time.monotonic() + _START_SECONDS) == READY
+                self._ready = self._read_line(job, time.monotonic() + _START_SECONDS) == READY
             except DecoderDied as error:
                 raise not_ready(f"a process that decodes audio {error}") from None
             if not self._ready:
@@ -105,31 +108,33 @@ class _Decoder:
                seconds: float) -> dict[str, Any]:
         """Process a request and return the reply; ``reserve`` says whether it may write this many bytes."""
         self.start(job)
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], list(files))
-            while "room" in (reply := json.loads(self._line(job, until))):
+            reply = json.loads(self._read_line(job, deadline))
+            while "room" in reply:  # it asks for disk space before it goes on
                 self._socket.sendall(YES if reserve(reply["room"]) else NO)
+                reply = json.loads(self._read_line(job, deadline))
         except OSError:
             raise DecoderDied("ended", again=True) from None
         self._used = True
         return reply
 
-    def _line(self, job: Job, until: float) -> bytes:
-        found = b""
-        while not found.endswith(b"\n"):
+    def _read_line(self, job: Job, deadline: float) -> bytes:
+        line = b""
+        while not line.endswith(b"\n"):
             job.check()
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise DecoderDied("took too long", again=False)
             if self._poll.poll(1000 * _POLL_SECONDS):  # milliseconds; also when it has ended
                 try:
-                    part = self._socket.recv(1 << 16)
+                    received = self._socket.recv(1 << 16)
                 except OSError:
-                    part = b""
-                if not part:
+                    received = b""
+                if not received:
                     raise DecoderDied("ended", again=True)
-                found += part
-        return found
+                line += received
+        return line
 
     def close(self) -> None:
         self.process.kill()
@@ -148,11 +153,12 @@ class Decoders:
 
     def __init__(self, limits: Limits, restarted: Callable[[], object] = lambda: None,
                  command: Sequence[str] = _COMMAND, disk: Disk | None = None):
-        self._limits, self._command = limits, command
+        self._limits = limits
+        self._command = command
         self._disk = disk or Disk(limits.disk_bytes)
         self._restarted = restarted
         self._queue = FairQueue(limits.decoders, limits.client_share)
-        self._memory = _OWN_MEMORY + 4 * limits.upload_bytes
+        self._memory = _BASE_MEMORY + 4 * limits.upload_bytes
         self._file_bytes = int(4 * _HIGHEST_RATE * (limits.max_audio_seconds + 60))
         self._free: queue.LifoQueue[_Decoder | None] = queue.LifoQueue()  # None: could not be restarted
         self.running: set[_Decoder] = set()
@@ -162,16 +168,16 @@ class Decoders:
 
     def check(self) -> None:
         """Wait until the processes run; raises ``SbkitError`` if they can't."""
-        for each in list(self.running):
+        for decoder in list(self.running):
             try:
-                each.start(Job())
+                decoder.start(Job())
             except ApiError as error:
                 raise SbkitError(error.message, hint=f"try it by hand: {' '.join(self._command)} 0 0 0") from None
 
     def decode(self, upload: IO[bytes], rate: int, job: Job, work: Work | None = None) -> Wave:
         """Decode an upload into samples; raises ``ApiError`` with the reason if it can't. ``work`` grows with them."""
-        with contextlib.ExitStack() as undo:
-            reservation = undo.enter_context(contextlib.closing(DiskReservation(self._disk, job.client)))
+        with contextlib.ExitStack() as on_failure:
+            reservation = on_failure.enter_context(contextlib.closing(DiskReservation(self._disk, job.client)))
 
             def grow(size: int) -> None:
                 if work is not None:
@@ -179,34 +185,39 @@ class Decoders:
                 reservation.grow(size)
 
             with disk_errors_as_api_error():
-                out = undo.enter_context(tempfile.TemporaryFile(prefix="sbkit-"))
-                upload.fileno()  # from here on it is on disk
+                out = on_failure.enter_context(tempfile.TemporaryFile(prefix="sbkit-"))
+                upload.fileno()  # moves it from memory to the disk
             with self._queue.slot(job):
                 reply = self._decode(upload, out, grow, rate, job)
-            if "refused" in reply:
-                instead = "; send WAV, FLAC, MP3, Ogg, M4A or WebM" if reply.get("unknown_format") else ""
-                raise invalid(f"the audio {reply['refused']}{instead}", "file", "invalid_audio")
-            if "too_long" in reply:
-                raise invalid(f"the audio is {reply['too_long']}; the limit of this server is "
-                              f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
             if "no_room" in reply:
-                grow(reply["no_room"])  # raises with the reason
+                grow(reply["no_room"])  # raises with the reason, unless there is room by now
                 raise no_room("there was no room on the server's disk")
-            if "full" in reply:
-                with disk_errors_as_api_error():
-                    raise OSError(reply["full"], "")
-            if "failed" in reply:
-                raise RuntimeError(f"a recording could not be decoded: {reply['failed']}")
+            self._raise_if_failed(reply)
+
             samples: int = reply["samples"]
             reservation.resize(4 * samples)
             if work is not None:
                 work.correct(samples / rate)
-            undo.pop_all()
+            on_failure.pop_all()
             return Wave(out, samples, reservation, reply["warning"])
+
+    def _raise_if_failed(self, reply: dict[str, Any]) -> None:
+        """Raise what a decoder reports instead of samples."""
+        if "refused" in reply:
+            instead = "; send WAV, FLAC, MP3, Ogg, M4A or WebM" if reply.get("unknown_format") else ""
+            raise invalid(f"the audio {reply['refused']}{instead}", "file", "invalid_audio")
+        if "too_long" in reply:
+            raise invalid(f"the audio is {reply['too_long']}; the limit of this server is "
+                          f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
+        if "full" in reply:
+            with disk_errors_as_api_error():
+                raise OSError(reply["full"], "")
+        if "failed" in reply:
+            raise RuntimeError(f"a recording could not be decoded: {reply['failed']}")
 
     def _decode(self, upload: IO[bytes], out: IO[bytes], grow: Callable[[int], None], rate: int,
              job: Job) -> dict[str, Any]:
-        """Ask a decoder; if a used or idle one dies, ask a fresh one again."""
+        """Ask a decoder for its reply. If one dies that was used or idle before, ask a fresh one again."""
         request = {"rate": rate, "seconds": self._limits.max_audio_seconds, "cpu_seconds": self._limits.decode_seconds}
 
         def reserve(size: int) -> bool:
@@ -215,17 +226,7 @@ class Decoders:
                 return True
             return False
 
-        while True:
-            job.check()
-            with contextlib.suppress(queue.Empty):
-                free = self._free.get(timeout=_POLL_SECONDS)
-                break
-        try:
-            with disk_errors_as_api_error():
-                decoder = free or self._start()
-        except BaseException:
-            self._free.put(None)
-            raise
+        decoder = self._take(job)
         while True:
             fresh = decoder.fresh
             try:
@@ -235,23 +236,43 @@ class Decoders:
                 reply = decoder.decode(request, (upload.fileno(), out.fileno()), reserve, job,
                                         2 * self._limits.decode_seconds)
             except BaseException as error:
-                self.running.discard(decoder)
-                decoder.close()
-                self._restarted()
-                replaced = None  # if the machine has no room for a process now
-                with contextlib.suppress(OSError):
-                    replaced = self._start()
-                if isinstance(error, DecoderDied) and error.again and not fresh and replaced is not None:
-                    decoder = replaced
+                replacement = self._replace(decoder)
+                if isinstance(error, DecoderDied) and error.again and not fresh and replacement is not None:
+                    decoder = replacement
                     continue
-                self._free.put(replaced)
+                self._free.put(replacement)
                 if isinstance(error, DecoderDied):
                     raise invalid(f"the audio can't be decoded: the decoder {error}; is the file damaged?", "file",
                                   "invalid_audio") from None
                 raise
-            else:
-                self._free.put(decoder)
-                return reply
+            self._free.put(decoder)
+            return reply
+
+    def _take(self, job: Job) -> _Decoder:
+        """Wait for a free decoder."""
+        while True:
+            job.check()
+            with contextlib.suppress(queue.Empty):
+                decoder = self._free.get(timeout=_POLL_SECONDS)
+                break
+        if decoder is not None:
+            return decoder
+        try:
+            with disk_errors_as_api_error():
+                return self._start()
+        except BaseException:
+            self._free.put(None)
+            raise
+
+    def _replace(self, decoder: _Decoder) -> _Decoder | None:
+        """End a decoder, which may be in the middle of a request; None if the machine has no room for another now."""
+        self.running.discard(decoder)
+        decoder.close()
+        self._restarted()
+        try:
+            return self._start()
+        except OSError:
+            return None
 
     def _start(self) -> _Decoder:
         decoder = _Decoder(self._command, self._memory, self._file_bytes)
@@ -259,5 +280,5 @@ class Decoders:
         return decoder
 
     def close(self) -> None:
-        for each in list(self.running):
-            each.close()
+        for decoder in list(self.running):
+            decoder.close()

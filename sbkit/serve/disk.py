@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import shutil
 import tempfile
 import threading
@@ -13,40 +14,45 @@ from collections.abc import Iterator
 from sbkit.serve.errors import no_room
 from sbkit.serve.limits import MEGABYTE
 
-_FULL = {errno.ENOSPC: "the server's temporary folder is full", errno.EDQUOT: "the server's temporary folder is full",
-         errno.EMFILE: "the server has reached its limit of open files",
-         errno.ENFILE: "the server's machine has reached its limit of open files"}
+_FULL = {
+    errno.ENOSPC: "the server's temporary folder is full",
+    errno.EDQUOT: "the server's temporary folder is full",
+    errno.EMFILE: "the server has reached its limit of open files",
+    errno.ENFILE: "the server's machine has reached its limit of open files",
+}
 
 
 class Disk:
     """Space in the temporary folder, shared by all requests.
 
     max_bytes : bytes that may be used; never more than half of the free space
-    share : of them, for one client
+    share : the share of them that one client may use
     """
 
     def __init__(self, max_bytes: int, share: float = 1.0):
-        self._max_bytes, self._share = max_bytes, share
+        self._max_bytes = max_bytes
+        self._share = share
         self._clients: Counter[str | None] = Counter()
         self._folder = tempfile.gettempdir()  # fixed now: if it is full later, Python would choose another one
         self._lock = threading.Lock()
         self.reserved = 0
-        """Bytes that are reserved."""
+        """Bytes that are reserved, by all clients."""
 
     def change(self, more: int, client: str | None) -> None:
         """Reserve ``more`` bytes for a client, or release them if below 0; raises ``ApiError`` 503 without space."""
         with self._lock:
             if more > 0:
                 limit = min(self._max_bytes, (shutil.disk_usage(self._folder).free + self.reserved) // 2)
+                megabytes = math.ceil(more / MEGABYTE)
                 if self.reserved + more > limit:
                     raise no_room(f"uploads and decoded audio may use {limit // MEGABYTE} MB of this server's disk, "
                                   f"{self.reserved // MEGABYTE} MB are in use, and this request needs "
-                                  f"{-(-more // MEGABYTE)} MB more")
-                own = self._clients[client]
-                if client is not None and own + more > self._share * limit:
+                                  f"{megabytes} MB more")
+                of_client = self._clients[client]
+                if client is not None and of_client + more > self._share * limit:
                     raise no_room(f"one address may use {int(self._share * limit) // MEGABYTE} MB of this server's "
-                                  f"disk, {own // MEGABYTE} MB are in use, and this request needs "
-                                  f"{-(-more // MEGABYTE)} MB more")
+                                  f"disk, {of_client // MEGABYTE} MB are in use, and this request needs "
+                                  f"{megabytes} MB more")
             self.reserved += more
             self._clients[client] += more
             self._clients += Counter()  # drops clients without any
@@ -56,7 +62,9 @@ class DiskReservation:
     """A reservation of disk space, empty at first."""
 
     def __init__(self, disk: Disk, client: str | None = None):
-        self._disk, self._client, self._size = disk, client, 0
+        self._disk = disk
+        self._client = client
+        self._size = 0
 
     def grow(self, size: int) -> None:
         """Grow to this many bytes; raises ``ApiError`` 503 if there is no space."""

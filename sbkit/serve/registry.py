@@ -38,20 +38,20 @@ _MEASURE_SECONDS = 5.0  # of the signal for measuring the speed
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def parse_bundles(given: Sequence[str]) -> dict[str, Path]:
+def parse_bundles(arguments: Sequence[str]) -> dict[str, Path]:
     """Parse bundles by name, from ``BUNDLE`` (named after its folder) and ``NAME=BUNDLE``."""
-    found: dict[str, Path] = {}
-    for each in given:
-        name, equals, path = each.partition("=")
-        if not equals or Path(each).is_dir():
-            name, path = Path(each).resolve().name, each
+    bundles: dict[str, Path] = {}
+    for argument in arguments:
+        name, equals, path = argument.partition("=")
+        if not equals or Path(argument).is_dir():  # a folder's own name may have an equals sign
+            name, path = Path(argument).resolve().name, argument
         if not _NAME.fullmatch(name):
             raise SbkitError(f"{name!r} can't be a model's name", hint="choose one of letters, digits and -._ : "
                                                                       f"NAME={path}")
-        if name in found:
+        if name in bundles:
             raise SbkitError(f"two bundles are named {name}", hint=f"give them different names: NAME={path}")
-        found[name] = Path(path)
-    return found
+        bundles[name] = Path(path)
+    return bundles
 
 
 class ServedModel(Served):
@@ -65,7 +65,8 @@ class ServedModel(Served):
     def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
         self.engine = Engine(folder, options.model, options.device, options.threads)
         self.engines.append(self.engine)
-        config = self.config = self.engine.config
+        config = self.engine.config
+        self.config = config
         self.vocabulary = self.engine.vocabulary
         self.chunk_seconds = config.chunk(options.chunk_seconds)
         self.frame_samples = config.hop_samples * config.subsampling
@@ -73,24 +74,29 @@ class ServedModel(Served):
         self.detector = SpeechDetector(config) if options.vad else None
         self.batcher = Batcher(self.engine, options.batch_seconds, options.batching,
                                metrics.batches.labels(self.name).observe)
-        self.batcher.measure(np.zeros(int(min(_MEASURE_SECONDS, self.chunk_seconds) * config.sample_rate), np.float32))
+        seconds = min(_MEASURE_SECONDS, self.chunk_seconds)
+        self.batcher.measure(np.zeros(int(seconds * config.sample_rate), np.float32))
+
         model = self.engine.running.model
         if has_streaming_graph(config, model):
-            rows = {} if options.batching else {"max_streams": 1}
+            max_streams = {} if options.batching else {"max_streams": 1}
             threads = options.threads or max(1, usable_cores() - 1)  # one is left for the connections
             self.streams = StreamEngine(folder, model, options.device, threads,
-                                        on_step=metrics.steps.labels(self.name).observe, **rows)
+                                        on_step=metrics.steps.labels(self.name).observe, **max_streams)
             self.engines.append(self.streams)
 
     @property
     def busy_seconds(self) -> float:
-        return max(self.batcher.busy_seconds, 0.0 if self.streams is None else self.streams.busy_seconds)
+        if self.streams is None:
+            return self.batcher.busy_seconds
+        return max(self.batcher.busy_seconds, self.streams.busy_seconds)
 
     @property
     def facts(self) -> dict[str, Any]:
-        streams = None if self.streams is None else device_facts(self.streams.running)
-        chunks = [] if self.streams is None else list(self.streams.chunks)
-        return super().facts | {"streams": streams, "chunks_ms": chunks}
+        facts = super().facts
+        if self.streams is None:
+            return facts | {"streams": None, "chunks_ms": []}
+        return facts | {"streams": device_facts(self.streams.running), "chunks_ms": list(self.streams.chunks)}
 
 
 class ServedGraph(Served):
@@ -108,9 +114,9 @@ class ServedGraph(Served):
         self.batcher.measure(np.zeros(int(_MEASURE_SECONDS * self.config.sample_rate), np.float32))
 
 
-#: Symbols in a batch, padding included, on a CPU and on a GPU; one text of the greatest length always fits.
-_SYMBOLS = {True: 250, False: 6000}
-_SENTENCE = 60  # symbols of the sentence for measuring the speed
+#: Symbols in a batch, padding included; one text of the greatest length always fits.
+_SYMBOLS_ON_CPU, _SYMBOLS_ON_GPU = 250, 6000
+_MEASURE_SYMBOLS = 60  # of the sentence for measuring the speed
 
 
 class ServedVoice(Served):
@@ -123,11 +129,14 @@ class ServedVoice(Served):
         self.engine = VoiceEngine(folder, options.model, options.device, options.threads)
         self.engines.append(self.engine)
         self.config = self.engine.config
-        symbols = max(self.config.max_symbols, _SYMBOLS[self.engine.running.device == "cpu"])
+        on_cpu = self.engine.running.device == "cpu"
+        symbols = max(self.config.max_symbols, _SYMBOLS_ON_CPU if on_cpu else _SYMBOLS_ON_GPU)
         self.batcher = Batcher(self.engine, batching=options.batching, log=metrics.batches.labels(self.name).observe,
                                budget=symbols, unit="symbols", cost=lambda line: len(line) / line.speed)
-        sentence = min(self.config.max_symbols, _SENTENCE)
-        self.batcher.measure(SpeechInput([1 + number % (len(self.config.symbols) - 1) for number in range(sentence)]))
+
+        length = min(self.config.max_symbols, _MEASURE_SYMBOLS)
+        ids = [1 + number % (len(self.config.symbols) - 1) for number in range(length)]  # all except padding, 0
+        self.batcher.measure(SpeechInput(ids))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -163,70 +172,79 @@ class Registry:
     """
 
     def __init__(self, served: Mapping[str, Served], options: BundleOptions, metrics: Metrics):
-        self._served, self._options, self._metrics = dict(served), options, metrics
-        self._seen = {each.name: each.files for each in self}  # at the last call of refresh
-        #: What was refused, by name, and when it is tried again.
-        self._tried: dict[str, tuple[list[tuple[str | int, ...]], float]] = {}
+        self._served = dict(served)
+        self._options = options
+        self._metrics = metrics
+        #: The state of each folder at the last call of ``refresh``.
+        self._seen = {served.name: served.files for served in self}
+        #: The state of each folder whose bundle was refused, and when it is tried again.
+        self._refused: dict[str, tuple[list[tuple[str | int, ...]], float]] = {}
 
     def refresh(self) -> None:
-        """Load bundles that were put in the place of served ones, once their folders are the same at two calls.
+        """Load bundles that replaced served ones, once their folders are the same at two calls.
 
-        New requests get the new model. Those under way hold the old one, whose engines end when nobody holds it. A
-        bundle that can't be served in its place is refused, and the old one serves on.
+        New requests get the new model. Requests in flight hold the old one, whose engines end when nobody holds it. A
+        bundle that can't be served is refused, and the old one stays.
         """
-        for name, old in list(self._served.items()):
-            files, seen = folder_state(old.folder), self._seen[name]
+        for name, served in list(self._served.items()):
+            files = folder_state(served.folder)
+            complete = files == self._seen[name]  # otherwise it may still be copied
             self._seen[name] = files
-            if files == old.files:  # also when the old one was put back
-                old.refused = None
-                self._tried.pop(name, None)
+            if files == served.files:  # also when the old one was put back
+                served.refused = None
+                self._refused.pop(name, None)
                 continue
-            tried, again = self._tried.get(name, (None, 0.0))
-            if files == seen and (files != tried or time.monotonic() > again):
-                try:
-                    config = layout.read(old.folder)
-                    kind = SERVED.of(config)
-                    if kind is not type(old):
-                        raise SbkitError(f"it {kind.does}, and the model served here {old.does}")
-                    layout.check_files(old.folder, config)  # a served model is worth a second: no weights are wrong
-                    self._served[name] = kind(name, old.folder, self._options, self._metrics)
-                except Exception as error:  # whatever a runtime raises, for a broken graph or for want of memory
-                    self._tried[name] = files, time.monotonic() + RETRY_SECONDS
-                    old.refused = str(error) or repr(error)
-                    _log.error("%s: the bundle now in %s is refused, the one before serves on: %s", name, old.folder,
-                               old.refused)
-                else:
-                    _log.info("%s: serving the bundle that is now in %s: %s", name, old.folder,
-                              ", ".join(map(str, self._served[name].placements)))
+            refused_files, retry_at = self._refused.get(name, (None, 0.0))
+            if complete and (files != refused_files or time.monotonic() > retry_at):
+                self._replace(name, served, files)
+
+    def _replace(self, name: str, old: Served, files: list[tuple[str | int, ...]]) -> None:
+        """Load the bundle that is now in the folder of ``old``, and serve it instead, or say why not."""
+        try:
+            config = layout.read(old.folder)
+            kind = SERVED.of(config)
+            if kind is not type(old):
+                raise SbkitError(f"it {kind.does}, and the model served here {old.does}")
+            layout.check_files(old.folder, config)  # takes about a second: a copy may be damaged
+            new = kind(name, old.folder, self._options, self._metrics)
+        except Exception as error:  # whatever a runtime raises for a broken graph, or without enough memory
+            self._refused[name] = files, time.monotonic() + RETRY_SECONDS
+            old.refused = str(error) or repr(error)
+            _log.error("%s: the bundle now in %s is refused, the one before serves on: %s", name, old.folder,
+                       old.refused)
+            return
+        self._served[name] = new
+        _log.info("%s: serving the bundle that is now in %s: %s", name, old.folder, ", ".join(map(str, new.placements)))
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._served.values())
 
     def of(self, kind: type[S]) -> list[S]:
-        return [each for each in self if isinstance(each, kind)]
+        return [served for served in self if isinstance(served, kind)]
 
     def working(self, name: str | None, kind: type[S]) -> S:
         """The model that a request names; raises ``ApiError`` also if its device is broken."""
         if not name:
-            known = ", ".join(each.name for each in self.of(kind)) or "none"
-            raise invalid(f"the field model is missing; this server has {known}", "model")
-        found = self.find(name, kind)
-        found.check()
-        return found
+            names = ", ".join(served.name for served in self.of(kind)) or "none"
+            raise invalid(f"the field model is missing; this server has {names}", "model")
+        served = self.find(name, kind)
+        served.check()
+        return served
 
     def find(self, name: str, kind: type[S]) -> S:
-        found = self._served.get(name)
-        if found is None:
+        """The model of this name; raises ``ApiError`` if there is none, or if it is of another kind."""
+        served = self._served.get(name)
+        if served is None:
             raise ApiError(404, f"the model {name[:80]!r} does not exist; this server has {', '.join(self._served)}",
                            param="model", code="model_not_found")
-        if not isinstance(found, kind):
-            raise invalid(f"the model {name} {found.does}: use it at {' or '.join(found.endpoints)}", "model",
+        if not isinstance(served, kind):
+            raise invalid(f"the model {name} {served.does}: use it at {' or '.join(served.endpoints)}", "model",
                           "model_not_supported")
-        return found
+        return served
 
     def close(self) -> None:
-        for each in self:
-            each.close()
+        for served in self:
+            served.close()
 
 
 def load(bundles: Mapping[str, Path], options: BundleOptions, metrics: Metrics | None = None) -> Registry:
@@ -242,13 +260,13 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, metrics: Metrics |
         for name, folder in bundles.items():
             loaded[name] = kinds[name](name, folder, options, metrics)
     except BaseException:
-        for each in loaded.values():
-            each.close()
+        for served in loaded.values():
+            served.close()
         raise
     return Registry(loaded, options, metrics)
 
 
-_MAX_IN_FLIGHT = 4  # chunks of one recording in flight: a long recording must not fill all batches
+_MAX_IN_FLIGHT = 4  # chunks of one recording that are computed at once: a long one must not fill all batches
 
 
 def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, work: Work,
@@ -259,36 +277,39 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, work:
     work : is updated with the audio that is done
     progress : called with each new piece of text; all pieces joined are the transcript's text
     """
-    assembly, stable = Assembly(), StableWords(served.decoder, served.vocabulary)
-    reported = 0  # words
-    waiting: deque[tuple[int, Chunk, Future[Any] | None]] = deque()
     config = served.config
+    assembly = Assembly()
+    stable = StableWords(served.decoder, served.vocabulary)
+    reported_words = 0
+    in_flight: deque[tuple[int, Chunk, Future[Any] | None]] = deque()  # None: a silent chunk, which needs no model
 
-    def take() -> None:
-        number, chunk, future = waiting.popleft()
-        found = chunk.output(None if future is None else job.result(future), config.blank_id, config.width)
-        assembly.add(number, chunk, found, served.frame_samples, served.decoder)
+    def add_oldest() -> None:
+        number, chunk, future = in_flight.popleft()
+        output = chunk.output(None if future is None else job.result(future), config.blank_id, config.width)
+        assembly.add(number, chunk, output, served.frame_samples, served.decoder)
         work.done(assembly.samples / config.sample_rate)
-        new, assembly.stretches = assembly.stretches, []
-        stable.add(new)
+        new_stretches, assembly.stretches = assembly.stretches, []
+        stable.add(new_stretches)
         report()
 
     def report() -> None:
-        nonlocal reported
-        new = stable.words[reported:]
-        if new and progress is not None:
-            progress((served.vocabulary.space if reported else "") + served.vocabulary.text(new))
-            reported += len(new)
+        nonlocal reported_words
+        new_words = stable.words[reported_words:]
+        if new_words and progress is not None:
+            progress((served.vocabulary.space if reported_words else "") + served.vocabulary.text(new_words))
+            reported_words += len(new_words)
 
     chunks = cut(blocks, config.sample_rate, served.frame_samples, served.chunk_seconds, served.detector)
     for number, chunk in enumerate(chunks):
         job.check()
-        waiting.append((number, chunk, None if chunk.silent else job.watch(
-            served.batcher.submit(chunk.signal, job.client, work))))
-        if len(waiting) >= _MAX_IN_FLIGHT:
-            take()
-    while waiting:
-        take()
+        future = None
+        if not chunk.silent:
+            future = job.watch(served.batcher.submit(chunk.signal, job.client, work))
+        in_flight.append((number, chunk, future))
+        if len(in_flight) >= _MAX_IN_FLIGHT:
+            add_oldest()
+    while in_flight:
+        add_oldest()
     stable.end()
     report()
     return transcript("", assembly, stable.words, served.vocabulary)

@@ -47,13 +47,13 @@ def device_facts(placement: Placement) -> dict[str, Any]:
 
 
 def folder_state(folder: Path) -> list[tuple[str | int, ...]]:
-    """What tells the files of a folder from others that are put in their place; empty if it is gone."""
+    """Names, inodes, sizes and times of a folder's files, which differ once it was replaced; empty if it is gone."""
     try:
         with os.scandir(folder) as entries:
-            found = [(each.name, each.stat()) for each in entries]
+            stats = {entry.name: entry.stat() for entry in entries}
     except OSError:
         return []
-    return sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    return sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
 
 
 class Served(ABC):
@@ -67,11 +67,13 @@ class Served(ABC):
     batcher: Batcher
 
     def __init__(self, name: str, folder: Path, options: BundleOptions, metrics: Metrics):
-        self.name, self.folder, self.created = name, folder, int(time.time())
+        self.name = name
+        self.folder = folder
+        self.created = int(time.time())
         self.files = folder_state(folder)
         """The state of the folder before it was read."""
         self.refused: str | None = None
-        """Why the bundle that lies in the folder now is not served instead of this one."""
+        """Why the bundle that is in the folder now is not served instead of this one."""
         self.engines: list[BundleEngine] = []
         """Those that are open, ``engine`` first."""
         try:
@@ -90,20 +92,23 @@ class Served(ABC):
         return self.batcher.busy_seconds
 
     def close(self) -> None:
-        for each in reversed(self.engines):
-            each.close()
+        for engine in reversed(self.engines):
+            engine.close()
 
     @property
     def fault(self) -> str | None:
-        """Why the model can't run any more, or None; found without running it."""
-        found = next((each.fault for each in self.engines if each.fault is not None), None)
-        if found is None and self.busy_seconds > STUCK_SECONDS:
+        """Why the model can't run any more, or None; asking doesn't run it."""
+        for engine in self.engines:
+            if engine.fault is not None:
+                return engine.fault
+        if self.busy_seconds > STUCK_SECONDS:
             return f"a batch has been running for {self.busy_seconds:.0f} s"
-        return found
+        return None
 
     def check(self) -> None:
         """Raise ``ApiError`` if the model can't run any more."""
-        if (fault := self.fault) is not None:
+        fault = self.fault
+        if fault is not None:
             raise ApiError(503, f"the device failed ({fault}); the server has to be restarted", type=SERVER,
                            code="device_fault", headers={"x-should-retry": "false"})
 
@@ -125,7 +130,7 @@ class Served(ABC):
 
     @property
     def placements(self) -> list[Placement]:
-        return [each.running for each in self.engines]
+        return [engine.running for engine in self.engines]
 
     @property
     def listed(self) -> dict[str, Any]:

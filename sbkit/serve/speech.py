@@ -1,4 +1,4 @@
-"""Synthesises a text sentence by sentence through the batcher, and streams it as bytes of an audio format."""
+"""Synthesises a text phrase by phrase through the batcher, and streams it as bytes of an audio format."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _DEFAULT, _AUDIO, _SSE = "mp3", "audio", "sse"
 class SpeechForm:
     """A valid request.
 
-    pieces : the whole text in phrases for the voice
+    phrases : the whole text, cut for the voice
     kind : the format, one of ``sbkit.infer.sound_file.KINDS``
     sse : whether events are sent, otherwise bytes
     """
 
     served: ServedVoice
-    pieces: list[Phrase]
+    phrases: list[Phrase]
     speaker: int
     kind: str
     speed: float
@@ -60,15 +60,17 @@ def limit_size(size: int) -> None:
 async def read_request(request: Request, registry: Callable[[], Registry],
                        run_in_thread: Callable[..., Awaitable[Any]]) -> SpeechForm:
     """Read and check a request, its text in a thread."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    media_type = request.headers.get("content-type", "").partition(";")[0]
+    if media_type.strip().lower() != "application/json":
         raise invalid("the body must be application/json with the fields model, input and voice")
     fields = parse_object(decode_utf8(await request.body(), "the body"), "the body")
-    found: SpeechForm = await run_in_thread(_read, fields, registry())
-    return found
+    form: SpeechForm = await run_in_thread(_read, fields, registry())
+    return form
 
 
 def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
-    if unknown := sorted(set(fields) - set(_FIELDS)):
+    unknown = sorted(set(fields) - set(_FIELDS))
+    if unknown:
         raise unsupported(unknown, _FIELDS)
     served = registry.working(_text(fields, "model"), ServedVoice)
     text = _text(fields, "input", needed=True)
@@ -86,24 +88,25 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     if kind not in kinds():
         raise invalid(f"response_format {shown(kind)} is not available here; use one of {', '.join(kinds())}",
                       "response_format", "unsupported_value")
+    speed = fields.get("speed")
     with refused_for("speed"):
-        speed = check_speed(1.0 if (given := fields.get("speed")) is None else given)
-    streamed = _text(fields, "stream_format") or _AUDIO
-    if streamed not in (_AUDIO, _SSE):
-        raise invalid(f"stream_format {shown(streamed)} must be {_AUDIO} or {_SSE}", "stream_format",
+        speed = check_speed(1.0 if speed is None else speed)
+    stream_format = _text(fields, "stream_format") or _AUDIO
+    if stream_format not in (_AUDIO, _SSE):
+        raise invalid(f"stream_format {shown(stream_format)} must be {_AUDIO} or {_SSE}", "stream_format",
                       "unsupported_value")
     if _text(fields, "instructions"):
         raise invalid(f"the model {served.name} can't follow instructions; leave them out",
                       "instructions", "unsupported_parameter")
-    skip = fields.get("skip_unknown")
-    if not isinstance(skip, (bool, type(None))):
-        raise invalid(f"skip_unknown must be true or false, not {shown(skip)}", "skip_unknown")
+    skip_unknown = fields.get("skip_unknown")
+    if not isinstance(skip_unknown, (bool, type(None))):
+        raise invalid(f"skip_unknown must be true or false, not {shown(skip_unknown)}", "skip_unknown")
     try:
-        pieces = list(PhraseReader(served.config, bool(skip)).read(text))
+        phrases = list(PhraseReader(served.config, bool(skip_unknown)).read(text))
     except UnspeakableText as error:
         code = "unknown_characters" if isinstance(error, UnknownCharacters) else "empty_input"
         raise invalid(str(error), "input", code) from None
-    return SpeechForm(served, pieces, speaker, kind, speed, streamed == _SSE)
+    return SpeechForm(served, phrases, speaker, kind, speed, stream_format == _SSE)
 
 
 def _text(fields: dict[str, Any], name: str, needed: bool = False) -> str:
@@ -117,7 +120,7 @@ def _text(fields: dict[str, Any], name: str, needed: bool = False) -> str:
     return value
 
 
-_MAX_IN_FLIGHT = 2  # sentences of one text in flight: a long text must not fill all batches
+_MAX_IN_FLIGHT = 2  # phrases of one text that are computed at once: a long text must not fill all batches
 _log = logging.getLogger(__name__)
 
 
@@ -127,82 +130,95 @@ Usage = tuple[int, int]
 
 async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
                      ) -> AsyncGenerator[bytes | Usage, None]:
-    """Yield the bytes of a text's speech as they are ready, then its usage. A sentence is computed while the one before
-    it is read, so that a slow reader takes no thread and little memory."""
-    began, name = time.monotonic(), form.served.name
-    stream, symbols, frames = SoundStream(form.kind, form.served.config.sample_rate), 0, 0
-    work = context.work(form.served.batcher.backlog)
-    pending = deque(pauses(iter(form.pieces), form.speed))
+    """Yield the bytes of a text's speech as they are ready, then its usage.
+
+    A phrase is computed while the client reads the one before, so a slow reader takes no thread and little memory.
+    """
+    started = time.monotonic()
+    served = form.served
+    stream = SoundStream(form.kind, served.config.sample_rate)
+    work = context.work(served.batcher.backlog)
+    pending = deque(pauses(iter(form.phrases), form.speed))  # each with the pause after it
     computing: deque[tuple[Phrase, float, asyncio.Future[Any]]] = deque()
+    symbols = frames = 0
     first = True
     try:
-        work.grow(sum(len(piece.ids) for piece in form.pieces) / form.speed)
+        work.grow(sum(len(phrase.ids) for phrase in form.phrases) / form.speed)
         while pending or computing:
             while pending and len(computing) < _MAX_IN_FLIGHT:
-                piece, pause = pending.popleft()
-                line = SpeechInput(piece.ids, form.speaker, form.speed)
-                future = form.served.batcher.submit(line, context.job.client, work)
-                computing.append((piece, pause, asyncio.wrap_future(context.job.watch(future))))
-            piece, pause, waiting = computing.popleft()
-            with form.served.device_errors():
-                found: SpeechOutput = await context.wait_for(waiting)
-            speech = spoken(piece, found, form.served.config, pause)
-            data = await context.wait_for(context.run_in_thread(_encoded, stream, speech, not (pending or computing)))
-            symbols += len(piece.ids)
+                phrase, pause = pending.popleft()
+                line = SpeechInput(phrase.ids, form.speaker, form.speed)
+                submitted = served.batcher.submit(line, context.job.client, work)
+                computing.append((phrase, pause, asyncio.wrap_future(context.job.watch(submitted))))
+
+            phrase, pause, future = computing.popleft()
+            with served.device_errors():
+                output: SpeechOutput = await context.wait_for(future)
+            speech = spoken(phrase, output, served.config, pause)
+            last = not pending and not computing
+            data = await context.wait_for(context.run_in_thread(_encode, stream, speech, last))
+
+            symbols += len(phrase.ids)
+            frames += int(output.frames.sum())
             work.done(symbols / form.speed)
-            frames += int(found.frames.sum())
-            metrics.spoken.labels(name).inc(speech.seconds)
+            metrics.spoken.labels(served.name).inc(speech.seconds)
             if data:
                 if first:
-                    metrics.first_audio.labels(name).observe(time.monotonic() - began)
+                    metrics.first_audio.labels(served.name).observe(time.monotonic() - started)
                     first = False
                 yield data
         yield symbols, frames
     finally:
         work.close()
-        for _, _, waiting in computing:
-            if not waiting.cancel() and not waiting.cancelled():
-                waiting.exception()  # retrieved, so that asyncio doesn't log it
+        for _, _, future in computing:
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # retrieved, so that asyncio doesn't log it
 
 
-def _encoded(stream: SoundStream, speech: Speech, last: bool) -> bytes:
+def _encode(stream: SoundStream, speech: Speech, last: bool) -> bytes:
     stream.add(speech.samples)
     if last:
         stream.end()
     return stream.take()
 
 
-def _part(each: bytes | Usage, sse: bool) -> bytes:
-    """A part of a response: the bytes, or an event; usage is sent only as an event."""
+def _part(result: bytes | Usage, sse: bool) -> bytes:
+    """Make a part of a response, of bytes or of events; usage is sent only as an event."""
     if not sse:
-        return each if isinstance(each, bytes) else b""
-    if isinstance(each, bytes):
-        return replies.event({"type": "speech.audio.delta", "audio": base64.b64encode(each).decode()})
-    symbols, frames = each
+        return result if isinstance(result, bytes) else b""
+    if isinstance(result, bytes):
+        return replies.event({"type": "speech.audio.delta", "audio": base64.b64encode(result).decode()})
+    symbols, frames = result
     return replies.event({"type": "speech.audio.done", "usage": {
         "input_tokens": symbols, "output_tokens": frames, "total_tokens": symbols + frames}})
 
 
 async def stream_body(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, None], sse: bool, request: str,
-                  metrics: Metrics) -> AsyncGenerator[bytes, None]:
-    """Yield a response, whose first part is there, as bytes or events. An error is an event, or raises ``CutOff``."""
+                      metrics: Metrics) -> AsyncGenerator[bytes, None]:
+    """Yield a response as bytes or as events. An error is sent as an event, or raises ``CutOff``.
+
+    first, rest : the results of ``synthesise``, the first of which was waited for
+    request : its id
+    """
     try:
         async with contextlib.aclosing(rest):
-            if part := _part(first, sse):
+            part = _part(first, sse)
+            if part:
                 yield part
-            async for each in rest:
-                if part := _part(each, sse):
+            async for result in rest:
+                part = _part(result, sse)
+                if part:
                     yield part
         return
     except ClientDisconnected:
         raise CutOff from None
     except ApiError as error:
-        found = error
+        cause = error
         _log.warning("request %s was cut off: %s", request, error.message)
     except Exception as error:
-        found = failed(request, error)
+        cause = failed(request, error)
         _log.exception("request %s failed", request)
-    metrics.cut.labels(found.code or found.status).inc()
+    metrics.cut.labels(cause.code or cause.status).inc()
     if not sse:
         raise CutOff
-    yield replies.event(found.body)
+    yield replies.event(cause.body)

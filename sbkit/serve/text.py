@@ -22,23 +22,23 @@ def parse_object(text: str, what: str) -> dict[str, Any]:
     """Parse a JSON object; ``what`` names it in errors. Duplicate keys are refused, and unpaired surrogates, which no
     response and no log could contain."""
     try:
-        found = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
+        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise invalid(f"{what} has an unpaired surrogate, which is not a character") from None
     except (ValueError, RecursionError) as error:
         raise invalid(f"{what} is not JSON: {str(error)[:200]}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise invalid(f"{what} must be a JSON object")
-    return found
+    return value
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        raise invalid(f"{shown(max(counts, key=counts.__getitem__))} is given twice")
-    return found
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(duplicate, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise invalid(f"{shown(duplicate)} is given twice")
+    return values
 
 
 def _refuse_constant(name: str) -> float:
