@@ -151,6 +151,7 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
         "train": "no recipe given", "train nowhere.yaml": "there is no recipe nowhere.yaml",
         "train {root}/hparams/ctc.yaml --nonsense 3": "has no key nonsense; did you mean --nonspeech?",
         "train {root}/hparams/ctc.yaml --outputs 3": "has no key outputs; ",  # a field of other classes
+        "train {root}/hparams/ctc.yaml --adversarial_from 3": "has no key adversarial_from; ",  # of another task
         "train {root}/hparams/ctc.yaml --learning_rate 3": "did you mean --lr?",
         "train {root}/hparams/ctc.yaml --nproc_per_node 2": "it is an option of torchrun",
         "train {root}/hparams/ctc.yaml --data nowhere": "--data_folder: nowhere: no such file or folder",
@@ -225,6 +226,12 @@ def test_several_unknown_keys_are_refused_at_once_with_each_hint_once():
         arguments.read_words([str(ROOT / "hparams/ctc.yaml"), "--colour", "3", "--torchrun_x", "1"], [])
     assert error.value.message.endswith("ctc.yaml has no keys colour, torchrun_x")
     assert error.value.hint == "sbkit show prints its keys"
+
+
+def test_keys_of_a_task_that_is_not_there_are_left_to_the_check(tmp_path):
+    recipe = tmp_path / "misspelt.yaml"
+    recipe.write_text("brain: !name:sbkit.tasks.ctcx.CTC\n")
+    assert arguments.read_words([str(recipe), "--colour", "3"], []) == [str(recipe), "--colour", "3"]
 
 
 @pytest.mark.parametrize(("given", "expected"), [

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from sbkit import cli
 from sbkit.recipe.keys import Declared, Keys
-from sbkit.recipe.names import RUN_OPTIONS
+from sbkit.recipe.run_options import RUN_OPTIONS
 from sbkit.recipe.signatures import locate
-from sbkit.tasks.codec.task import CodecKeys
+from sbkit.tasks.codec.keys import CodecKeys
 from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.enhance.task import EnhancementKeys
+from sbkit.tasks.enhance.keys import EnhancementKeys
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.recognise.keys import EncoderKeys
-from sbkit.tasks.speaker.task import SpeakerKeys
+from sbkit.tasks.speaker.keys import SpeakerKeys
 from sbkit.tasks.transducer.keys import TransducerKeys
 from sbkit.tasks.tts.keys import TTSKeys
 from sbkit.train.keys import ScriptKeys, TrainKeys

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
-import importlib.util
+import importlib
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import sbkit
 from sbkit.errors import SbkitError
 from sbkit.recipe import files
+from sbkit.recipe.files import Files
 from sbkit.recipe.overrides import NoValue, full_key, unknown_key, with_full_keys
 from sbkit.recipe.report import did_you_mean, listed
+from sbkit.recipe.run_options import RUN_OPTIONS
 from sbkit.recipe.source import BASE, INCLUDE, Findings
 
 if TYPE_CHECKING:
     from speechbrain.utils.run_opts import RunOptions
 
+    from sbkit.recipe.keys import Keys
+
 logger = logging.getLogger(__name__)
 
 #: Beginnings of values that may continue in the next word, as in ``--betas [0.9, 0.98]``.
 _OPENS = "[", "{", "(", "!", "'", '"'
-#: A key that a class declares, and one of SpeechBrain's run options, in the source.
-_DECLARED, _RUN_OPTION = re.compile(r"^    (\w+): [^\n]+ = key\(", re.M), re.compile(r"^    (\w+): [^\n]+ = ", re.M)
+#: The package of sbkit's tasks.
+TASKS = "sbkit.tasks"
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -56,61 +60,117 @@ def read_words(words: Sequence[str], options: Sequence[str], keys: bool = True, 
         _raise("required: param_file")
     if words[0].startswith("-"):  # a word after it may be its value
         return list(words)
-    found = files.chain(locate(words[0]), Findings())
-    there = {str(key) for key in files.keys(found)}
-    nested = {key for _, root in found for node in root.walk() if isinstance(node.value, dict) for key in node.value}
-    own = {option.replace("-", "_"): option for option in ("no-check", *options)}
-    read, given = [words[0]], set[str]()
+    recipe = files.chain(locate(words[0]), Findings())
+    there = {str(key) for key in files.keys(recipe)}
+    command_options = {option.replace("-", "_"): option for option in ("no-check", *options)}
+    spelled, elsewhere = _spelled(words, recipe, command_options)
+    if task:
+        _refuse_without_task(words[0], recipe, {*there, *elsewhere})
+
+    brain = _brain(recipe)
+    if not keys or "brain" in elsewhere or not brain.startswith(f"{TASKS}."):
+        return spelled  # only the class itself can tell the keys of a task that isn't sbkit's
+    try:
+        values = with_full_keys(parse_overrides(spelled[1:]), there)
+    except SbkitError:  # about another word; it is read again, and then reported
+        values = {}
+    if task:
+        _refuse_missing_corpus(values.get("data_folder"))
+
+    new = {full_key(key, there) for key in elsewhere} - there
+    if not new:
+        return spelled
+    of_task = _declared(brain)
+    if of_task is None:
+        return spelled
+    declared = {*of_task, *RUN_OPTIONS}
+    unknown = {key: values.get(key) for key in sorted(new - declared)}
+    if unknown:
+        _refuse_unknown(recipe, unknown, {*there, *declared, *command_options.values()} - {"param_file"})
+    return spelled
+
+
+def _spelled(words: Sequence[str], recipe: Files, command_options: Mapping[str, str]) -> tuple[list[str], set[str]]:
+    """The words with hyphens and underscores as the recipe and the options have them, and the keys among them that are
+    neither a key of the recipe nor an option of the command.
+
+    command_options : as they are written, by their names with underscores
+    """
+    there = {str(key) for key in files.keys(recipe)}
+    nested = {key for _, root in recipe for node in root.walk() if isinstance(node.value, dict) for key in node.value}
+    spelled, elsewhere = [words[0]], set[str]()
     for word in words[1:]:
         name = re.match(r"--([\w-]+)(?=([.\w-]*))", word)
         if name is None:
-            read.append(word)
+            spelled.append(word)
             continue
-        parts = [(part.replace("-", "_"), part) for part in name[2].split(".")]
-        behind = ".".join(ours if ours in nested else given for ours, given in parts)
-        behind += word[name.end() + len(behind):]  # the value
+        parts = ((part.replace("-", "_"), part) for part in name[2].split("."))
+        behind = ".".join(underscored if underscored in nested else part for underscored, part in parts)
+        value = word[name.end() + len(behind):]
         if name[1] in there:
-            read.append(f"--{name[1]}{behind}")
+            spelled.append(f"--{name[1]}{behind}{value}")
             continue
-        plain = name[1].replace("-", "_")
-        read.append(f"--{own.get(plain, plain)}{behind}")
-        given |= {plain} - own.keys()
-    present = {full_key(key, there) for key in given} - there
-    brain = next((str(level.value["brain"].tag) for _, level in files.levels(found) if "brain" in level.value), "")
-    if task and found and "brain" not in {*there, *given} and not (  # a base that can't be read may have it
-            BASE in found[-1][1].value and found[-1][1].value[BASE].tag.startswith(INCLUDE)):
-        from sbkit.recipe.keys import COMPLETE, SCRIPT
+        key = name[1].replace("-", "_")
+        spelled.append(f"--{command_options.get(key, key)}{behind}{value}")
+        if key not in command_options:
+            elsewhere.add(key)
+    return spelled, elsewhere
 
-        raise SbkitError(f"{words[0]} lacks brain", hint=f"{SCRIPT}; otherwise, {COMPLETE}")
-    if not keys or not brain.startswith("!name:sbkit.") or "brain" in given:  # others have own keys
-        return read
+
+def _refuse_without_task(name: str, recipe: Files, known: Container[str]) -> None:
+    """Refuse a recipe that names no task.
+
+    known : the keys of the recipe and of the command line
+    """
+    if not recipe or "brain" in known:
+        return
+    _, last = recipe[-1]
+    if BASE in last.value and last.value[BASE].tag.startswith(INCLUDE):  # a base that can't be read may have it
+        return
+    from sbkit.recipe.keys import COMPLETE, SCRIPT
+
+    raise SbkitError(f"{name} lacks brain", hint=f"{SCRIPT}; otherwise, {COMPLETE}")
+
+
+def _brain(recipe: Files) -> str:
+    """The name of the class under ``brain``; empty if the recipe names none."""
+    tag = next((str(level.value["brain"].tag) for _, level in files.levels(recipe) if "brain" in level.value), "")
+    return tag.removeprefix("!name:") if tag.startswith("!name:") else ""
+
+
+def _declared(brain: str) -> list[str] | None:
+    """The names of the keys that one of sbkit's tasks declares: its package has them as ``Keys``, without torch."""
+    package = ".".join(brain.split(".")[:TASKS.count(".") + 2])
     try:
-        values = with_full_keys(parse_overrides(read[1:]), there)
-    except SbkitError:  # about another word; it is read again, and then reported
-        values = {}
-    if task and isinstance(source := values.get("data_folder"), (str, Mapping)):
-        from sbkit.data.sources import check_exists
+        keys: type[Keys] = importlib.import_module(package).Keys
+    except (ImportError, AttributeError):  # there is no such task, which is reported with all other mistakes
+        return None
+    return [field.name for field in dataclasses.fields(keys)]
 
-        try:
-            check_exists(source)
-        except SbkitError as error:
-            raise SbkitError(f"--data_folder: {error.message}", hint=error.hint) from None
-    if not present:
-        return read
-    home, stock = Path(sbkit.__file__).parent, importlib.util.find_spec("speechbrain")
-    sources = dict.fromkeys([home / "runs/keys.py", home / "train/keys.py", *home.glob("tasks/**/*.py")], _DECLARED)
-    if stock is not None and stock.origin:
-        sources[Path(stock.origin).parent / "utils/run_opts.py"] = _RUN_OPTION
-    declared = {name for path, form in sources.items() for name in form.findall(path.read_text(encoding="utf-8"))}
-    if unknown := sorted(present - declared):
-        known = {*there, *declared, *own.values()} - {"overridden_args", "param_file"}
-        told = [unknown_key(found, key, values.get(key), known) for key in unknown]
-        hints = dict.fromkeys(hint for _, hint in told)
-        raise SbkitError(f"--{unknown[0]}: {told[0][0]}" if len(unknown) == 1 else
-                         f"{found[0][0]} has no keys {', '.join(unknown)}",
-                         hint="; ".join(hints if len(hints) == 1 else
-                                        (f"--{key}: {hint}" for key, (_, hint) in zip(unknown, told, strict=True))))
-    return read
+
+def _refuse_missing_corpus(source: object) -> None:
+    """Refuse a corpus on the command line that isn't there."""
+    if not isinstance(source, (str, Mapping)):
+        return
+    from sbkit.data.sources import check_exists
+
+    try:
+        check_exists(source)
+    except SbkitError as error:
+        raise SbkitError(f"--data_folder: {error.message}", hint=error.hint) from None
+
+
+def _refuse_unknown(recipe: Files, unknown: Mapping[str, object], known: Collection[str]) -> NoReturn:
+    """Refuse keys, which have these values, that neither the recipe nor its task knows; ``known`` are those that are.
+    """
+    told = {key: unknown_key(recipe, key, value, known) for key, value in unknown.items()}
+    if len(told) == 1:
+        [(key, (message, hint))] = told.items()
+        raise SbkitError(f"--{key}: {message}", hint=hint)
+    hints = dict.fromkeys(hint for _, hint in told.values())
+    if len(hints) > 1:
+        hints = dict.fromkeys(f"--{key}: {hint}" for key, (_, hint) in told.items())
+    raise SbkitError(f"{recipe[0][0]} has no keys {', '.join(told)}", hint="; ".join(hints))
 
 
 def parse(argv: list[str], importable: bool = True) -> CommandLine:

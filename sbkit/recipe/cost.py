@@ -25,7 +25,7 @@ from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import FlopCounter
 from sbkit.recipe.keys import Task
 from sbkit.recipe.ownership import Owned
-from sbkit.recipe.parts import flattened
+from sbkit.recipe.patterns import flattened
 from sbkit.recipe.price import GUESS_FACTOR
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place

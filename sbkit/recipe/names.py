@@ -11,22 +11,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from speechbrain.utils.run_opts import RunOptions
-
 from sbkit.recipe.files import COPIED, Files, keys
 from sbkit.recipe.keys import Declared
 from sbkit.recipe.overrides import NAMED_ELSEWHERE, NEEDLESS, REMARKS, named, unknown_key
 from sbkit.recipe.report import did_you_mean
+from sbkit.recipe.run_options import RUN_OPTIONS
 from sbkit.recipe.signatures import ForbiddenImport, locate
 from sbkit.recipe.source import Findings, Node, Place
 
 #: The class with the keys of every recipe that has a ``brain``.
 EVERY_TASK = "sbkit.runs.keys.TaskKeys"
-#: Options of SpeechBrain's Brain, which a recipe may have as keys.
-RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
-#: Those that don't change what is trained.
-NOT_OF_TRAINING = frozenset({"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config", "device",
-                             "local_rank"})
 #: Options of the running command, by ``arguments.command_options``, so that a misspelt one gets a suggestion.
 COMMAND_OPTIONS = ["no-check"]
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
+from sbkit.recipe.patterns import BY_PART, Patterns, flattened
 from sbkit.recipe.report import Section, did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import static
-from sbkit.system.schema import COUNT, POSITIVE
 
 FOR_GOOD = float("inf")
 #: Modules by class, class name or path.
@@ -74,27 +74,6 @@ def _range(numbers: Iterable[float]) -> str:
 
 
 T = TypeVar("T")
-
-
-class Patterns(NamedTuple):
-    """The allowed values of a key that is a mapping of patterns for parts."""
-
-    values: str
-    """The values of the mapping, in words."""
-    fits: Callable[[Any], bool]
-    """Whether a value of the mapping is allowed."""
-    example: str
-    """A value of the mapping, for hints."""
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, Mapping) and all(self.fits(each) for each in flattened(value).values())
-
-    def __str__(self) -> str:
-        return f"a mapping of parts to {self.values}"
-
-
-FREEZE = Patterns("true, false or a number of steps", lambda value: isinstance(value, bool) or value in COUNT, "true")
-FACTORS = Patterns("a number above 0", POSITIVE.__contains__, "0.1")
 
 
 class ParameterGroups:
@@ -156,14 +135,6 @@ class ParameterGroups:
         return f"did you mean {meant}?" if meant else f"parts are {listed(list(tops))}, and what is inside them"
 
 
-def flattened(wanted: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Patterns and their values at one level: ``{a: {b: 1}}``, which ``--KEY.a.b 1`` gives, becomes ``{a.b: 1}``."""
-    found: dict[str, Any] = {}
-    for name, value in wanted.items():
-        found.update(flattened(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value})
-    return found
-
-
 def permanently_frozen(freeze: Mapping[str, Any] | None) -> dict[str, bool]:
     """The value of ``freeze`` at the end of a run, when only permanently frozen parts are frozen."""
     return {pattern: value is True for pattern, value in flattened(freeze or {}).items()}
@@ -216,10 +187,6 @@ def repeated_layers(modules: nn.Module) -> list[nn.Module]:
 
 
 # ---------------------------------------------------------------------------------------------- the check
-
-#: Keys whose entries are reported one by one, each with its line.
-BY_PART = {"freeze": FREEZE, "learning_rates": FACTORS}
-
 
 def check_named(built: Built, modules: nn.Module, complete: bool, findings: Findings) -> None:
     """Check the keys that name parts, then freeze the parts that are never trained.

@@ -13,9 +13,10 @@ from unittest import mock
 import torch
 
 from sbkit.recipe.keys import COMPLETE, NULL
-from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_read
+from sbkit.recipe.names import brain_class, check_names, declared, hparams_read
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
+from sbkit.recipe.run_options import RUN_OPTIONS
 from sbkit.recipe.settings import check_settings
 from sbkit.recipe.signatures import ForbiddenImport, bind, kind_of, kind_wanted, locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place

@@ -16,7 +16,7 @@ from sbkit.data.language_code import UNKNOWN as UNKNOWN_LANGUAGE
 from sbkit.errors import SbkitError
 from sbkit.recipe.keys import COMPLETE, ONLY_NAMED, Declared, Keys
 from sbkit.recipe.names import brain_class, declared
-from sbkit.recipe.parts import BY_PART
+from sbkit.recipe.patterns import BY_PART
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place

@@ -78,7 +78,7 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:  # an obj
             target = getattr(target, parts[i])
         except AttributeError:
             owner = ".".join(parts[:i]) or "Python"
-            known = dir(target)
+            known = [*dir(target), *getattr(target, "__all__", ())]  # these may be imported on first use
             if inspect.ismodule(target):  # modules of a package that aren't imported yet
                 known += [path.stem for folder in getattr(target, "__path__", None) or ()
                           for path in pathlib.Path(folder).glob("*") if path.is_dir() or path.suffix == ".py"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sbkit.data.mixture import Mixture
 from sbkit.errors import SbkitError
 from sbkit.recipe.keys import Problem, key
 from sbkit.score.weights import AVERAGE_VALUES, BEST, ChosenWeights, average_of
@@ -71,6 +70,8 @@ class TaskKeys(TrainKeys):
     average_checkpoints: int | str = key("test the mean of this many of the best checkpoints", 1, AVERAGE_VALUES)
 
     def clashes(self) -> Iterator[Problem]:
+        from sbkit.data.mixture import Mixture
+
         yield from super().clashes()
         there = vars(self)
         if isinstance(there.get("corpus"), Mixture) and getattr(there.get("batching"), "clips_per", None):

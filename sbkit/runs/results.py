@@ -14,7 +14,7 @@ from typing import Any
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
-from sbkit.recipe.names import NOT_OF_TRAINING
+from sbkit.recipe.run_options import NOT_OF_TRAINING
 from sbkit.runs.keys import TaskKeys
 from sbkit.runs.progress import read_progress
 from sbkit.runs.start_guard import StartGuard

@@ -7,7 +7,7 @@ import itertools
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import resolved
-from sbkit.recipe.names import NOT_OF_TRAINING
+from sbkit.recipe.run_options import NOT_OF_TRAINING
 from sbkit.train.distributed import ranks
 
 #: Run options that may differ between ranks: the recipe's path, options of the output, and the device's number.

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sbkit.data.corpus import Corpus
 from sbkit.errors import SbkitError
 from sbkit.recipe.keys import Problem, key
-from sbkit.runs import replay
 from sbkit.runs.keys import TaskKeys
 from sbkit.system.schema import SIZE, Enumerated, Number
 
@@ -48,6 +46,9 @@ class RecogniserKeys(TaskKeys):
     @classmethod
     def read(cls, hparams: Mapping[str, Any]) -> RecogniserKeys:
         """Read the keys, with a mixture as corpus if there is a corpus to replay."""
+        from sbkit.data.corpus import Corpus
+        from sbkit.runs import replay
+
         keys = super().read(hparams)
         if keys.replay is not None and keys.init_from is not None and "corpus" in vars(keys):
             with contextlib.suppress(SbkitError):  # clashes reports it
@@ -57,6 +58,8 @@ class RecogniserKeys(TaskKeys):
         return keys
 
     def clashes(self) -> Iterator[Problem]:
+        from sbkit.runs import replay
+
         yield from super().clashes()
         yield from replay.problems(self)
         there = vars(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sbkit.recipe.parts import flattened
+from sbkit.recipe.patterns import flattened
 from sbkit.runs import from_nothing
 from sbkit.score.metric import Metric
 from sbkit.tasks.keys import RecogniserKeys

@@ -13,7 +13,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.parts import ParameterGroups, flattened, frozen_until
+from sbkit.recipe.parts import ParameterGroups, frozen_until
+from sbkit.recipe.patterns import flattened
 
 #: Parameters that some ``Freezing`` has set. Others that need no gradient were frozen by the model itself.
 _FROZEN = WeakTensorKeyDictionary()

@@ -8,7 +8,7 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.keys import Keys, Problem, key
-from sbkit.recipe.parts import FACTORS, FREEZE
+from sbkit.recipe.patterns import FACTORS, FREEZE
 from sbkit.system.schema import NOT_NEGATIVE, Number
 from sbkit.train.monitor.loggers import NAMES, class_of
 

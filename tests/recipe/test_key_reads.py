@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import sbkit
-from sbkit.recipe.names import RUN_OPTIONS
+from sbkit.recipe.run_options import RUN_OPTIONS
 from sbkit.tasks.ctc import CTC
 
 HOME = Path(sbkit.__file__).parent

@@ -42,6 +42,7 @@ def test_a_name_is_found(name, found):
 @pytest.mark.parametrize("name, message, hint", [
     ("torch.nn.Linaer", "torch.nn has no Linaer", "did you mean torch.nn.Linear?"),
     ("torch.nn.linear", "torch.nn has no linear", "did you mean torch.nn.Linear?"),
+    ("sbkit.tasks.ctc.CTX", "sbkit.tasks.ctc has no CTX", "did you mean sbkit.tasks.ctc.CTC?"),
     ("torhc.nn.Linear", "there is no module torhc", "did you mean torch?"),
     ("speechbrain.lobes.featurs.Fbank", "speechbrain.lobes has no featurs", "did you mean speechbrain.lobes.features?"),
     ("torch nn", "'torch nn' is not the name of a class or function", "write it as module.Class"),

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.errors import SbkitError
 from sbkit.recipe.keys import Problem, key
 from sbkit.system.schema import NOT_NEGATIVE, SHARE, Number
@@ -40,6 +39,8 @@ class CTCKeys(EncoderKeys):
         return self.bos_index, self.eos_index
 
     def clashes(self) -> Iterator[Problem]:
+        from sbkit.decode.transducer_beam import TransducerBeam
+
         yield from super().clashes()
         if isinstance(self.decoder, TransducerBeam):
             yield Problem("decoder", "it is a TransducerBeam, which searches a transducer's states, but this is CTC",

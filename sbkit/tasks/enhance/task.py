@@ -15,17 +15,15 @@ from torch import Tensor
 from sbkit.data.batch import Batch
 from sbkit.data.columns import Declared, SignalColumn
 from sbkit.nn.enhance.enhancer import si_snr, snr
-from sbkit.recipe.keys import key
 from sbkit.score.results import Table
 from sbkit.system.console import counted
-from sbkit.system.schema import NOT_NEGATIVE
+from sbkit.tasks.enhance.keys import EnhancementKeys
 from sbkit.tasks.generation import ClipSampler, SoundResults, drop_other_sounds, means, stoi
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
-    from sbkit.nn.enhance import Enhancer
     from sbkit.tasks.enhance.exported import ExportedEnhancer
 
 
@@ -94,14 +92,6 @@ class EnhancementResults(SoundResults):
     def sounds(self, row: EnhancedRow) -> Mapping[str, np.ndarray]:
         assert row.sound is not None, "only clips that were kept get here"
         return dict(zip(("noisy", self.maker, "clean"), row.sound, strict=True))
-
-
-@dataclass(kw_only=True)
-class EnhancementKeys(TaskKeys):
-    """Keys of the model and of its loss."""
-
-    enhancer: Enhancer = key("noisy waveforms [B, S] and sample counts [B] to clean ones, a sbkit.nn.enhance.Enhancer")
-    max_db: float = key("ratio in decibels at which the loss of an utterance saturates", 30.0, NOT_NEGATIVE)
 
 
 class Enhancement(Task):

@@ -1,5 +1,13 @@
 """Speaker verification as a task."""
 
-from sbkit.tasks.speaker.task import Verification
+from typing import TYPE_CHECKING
 
-__all__ = ["Verification"]
+from sbkit.system.lazy import on_first_use
+from sbkit.tasks.speaker.keys import SpeakerKeys as Keys
+
+if TYPE_CHECKING:
+    from sbkit.tasks.speaker.task import Verification
+
+__all__ = ["Keys", "Verification"]
+
+__getattr__ = on_first_use("sbkit.tasks.speaker.task", "Verification")

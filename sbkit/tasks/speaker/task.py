@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -21,13 +21,12 @@ from sbkit.errors import SbkitError
 from sbkit.export.features import TracedFeatures, express
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.tf32 import without_tf32
-from sbkit.recipe.keys import key
 from sbkit.score import verification
 from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.results import Player, Results, SoundSample, Table
 from sbkit.score.verification import Rates, Trials
-from sbkit.system.schema import NAMES, POSITIVE, SIZE
 from sbkit.tasks.keys import TaskKeys
+from sbkit.tasks.speaker.keys import SpeakerKeys
 from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss
 
@@ -149,29 +148,6 @@ class VerificationResults(Results):
 
     def _kind(self, trial: int) -> str:
         return "same speaker, rejected" if self.scored.trials.same[trial] else "different speakers, accepted"
-
-
-@dataclass(kw_only=True)
-class SpeakerKeys(TaskKeys):
-    """Keys of the model, of its loss and of the trials that it is tested on."""
-
-    compute_features: nn.Module = key("waveforms [B, S] to features [B, T, F], such as a sbkit.nn.kaldi.FilterBank or "
-                                      "SpeechBrain's Fbank; each utterance's mean is subtracted from them")
-    hop_length: float = key("milliseconds between frames of compute_features", 10, POSITIVE)
-    spec_augment: Callable[[Tensor, Tensor], Tensor] | None = key(
-        "the augmentation of features [B, T, F] in training, called with frame counts [B] too, such as "
-        "sbkit.nn.spec_augment.SpecAugment", None)
-    embedding_model: nn.Module = key("features [B, T, F] and frame counts [B] to embeddings [B, D], "
-                                     "such as a sbkit.nn.speaker.ECAPA or XVector")
-    classifier: nn.Module = key("embeddings [B, 1, D] to cosines with each speaker [B, 1, N], SpeechBrain's "
-                                "Classifier of ECAPA_TDNN")
-    compute_cost: Callable[[Tensor, Tensor], Tensor] = key(
-        "cosines [B, N] and one-hot targets [B, N] to logits for the cross-entropy: SpeechBrain's "
-        "AdditiveAngularMargin")
-    speakers: Sequence[str] | None = key("the training set's speakers; null: all of them", None, NAMES)
-    n_speakers: int = key("number of speakers; determined by the corpus", allowed=SIZE)
-    trials: str | None = key("the test's trials, a file in VoxCeleb's format (`1 ID ID` or `0 ID ID`); null: all "
-                             "pairs of test recordings", None)
 
 
 logger = logging.getLogger(__name__)

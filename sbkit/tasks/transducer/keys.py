@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.recipe.keys import Problem, key
 from sbkit.system.schema import Number
 from sbkit.tasks.recognise.keys import EncoderKeys
@@ -27,6 +26,8 @@ class TransducerKeys(EncoderKeys):
                             Number(0, 1))
 
     def clashes(self) -> Iterator[Problem]:
+        from sbkit.decode.transducer_beam import TransducerBeam
+
         yield from super().clashes()
         if (self.ctc_weight > 0) != (self.ctc_lin is not None):
             yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, but ctc_lin is "

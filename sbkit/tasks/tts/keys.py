@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
-
 from sbkit.errors import SbkitError, first_line
-from sbkit.export import layout
-from sbkit.nn.codec.coder import definition
 from sbkit.recipe.keys import Problem, key
 from sbkit.system.schema import NOT_NEGATIVE, SIZE
 from sbkit.tasks.keys import TaskKeys
@@ -56,6 +52,8 @@ class TTSKeys(TaskKeys):
     def wrong_bundles(self) -> list[Problem]:
         """Return the problems of the bundles that a corpus is labelled with: only missing ones if there are any, and
         only those of the wrong kind before the codec's parts are compared."""
+        from sbkit.export import layout
+
         missing, other = [], []
         for name, folder, recipe in (("codec", self.codec, "codec"), ("recogniser", self.recogniser, "ctc")):
             hint = f"name a bundle, --{name} BUNDLE: sbkit export makes one of a run of hparams/{recipe}.yaml"
@@ -79,6 +77,11 @@ class TTSKeys(TaskKeys):
 
     def _other_codec(self) -> Iterator[Problem]:
         """Yield parts that differ from the codec's, in their sizes or in the names and shapes of their weights."""
+        from safetensors import SafetensorError, safe_open
+
+        from sbkit.export import layout
+        from sbkit.nn.codec.coder import definition
+
         assert self.codec is not None, "a missing one is reported before"
         path, hint = Path(self.codec, layout.WEIGHTS), "write it as in the codec's recipe"
         if not path.is_file():
