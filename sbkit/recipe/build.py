@@ -178,7 +178,7 @@ class Built(Builder):
 
     def make(self, node: Node) -> Any:  # as documented
         """The object of a node; one that failed, or has a mistake that is reported already, isn't tried again."""
-        if node in self._failed or node.unusable:
+        if node in self._failed or self.findings.unusable(node):
             raise _NotBuilt
         new = node not in self._objects
         try:

@@ -80,7 +80,7 @@ def check(
         size = _characters(root) if root is not None and not starting and "output_neurons" not in given else None
         if size is not None:
             root = read(Path(path), {**given, "output_neurons": size}, found := Findings())
-        findings += found
+        findings.include(found)
     else:
         with without_imports_from(Path.cwd(), Path(path).parent, Path(path).parent.parent):
             root = read(Path(path), overrides or {}, findings, unchecked=report.notes)

@@ -105,7 +105,7 @@ def check_choices(target: object, named: Mapping[Any, Node], node: Node, finding
         for key in filter(named.__contains__, wanted):
             value, allowed, name = static(named[key]), wanted[key], target.__name__
             message = suggestion = ""
-            if named[key].unusable:
+            if findings.unusable(named[key]):
                 continue
             if isinstance(allowed, Number):
                 number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -117,8 +117,8 @@ def check_choices(target: object, named: Mapping[Any, Node], node: Node, finding
                 message = f"{name} has no {key} {value!r}, it has {listed(allowed)}"
                 suggestion = f"did you mean {near}?" if near else ""
             if message:
-                findings.error("wrong-value", node.blame(key), node.key_of(key), message, suggestion)
-    if node.wrong:
+                findings.error("wrong-value", findings.blame(node, key), node.key_of(key), message, suggestion)
+    if findings.is_reported(node):
         return
     clashes = [clash for base in target.__mro__ if base.__module__.startswith(_LIBRARIES)
                for clash in CLASHES.get(base.__name__, ())]
@@ -126,7 +126,7 @@ def check_choices(target: object, named: Mapping[Any, Node], node: Node, finding
         return
     given: defaultdict[str, Any] = defaultdict(lambda: UNKNOWN)
     given.update((name, parameter.default) for name, parameter in inspect.signature(target).parameters.items())
-    given.update((key, UNKNOWN if child.unusable else static(child)) for key, child in named.items())
+    given.update((key, UNKNOWN if findings.unusable(child) else static(child)) for key, child in named.items())
     for clash in clashes:
         try:
             applies = clash.applies(given)
@@ -134,6 +134,6 @@ def check_choices(target: object, named: Mapping[Any, Node], node: Node, finding
             continue
         if applies:
             report = findings.error if clash.fails else findings.warning
-            place = node.blame(clash.key) if clash.fails else node.place_of(clash.key)
+            place = findings.blame(node, clash.key) if clash.fails else node.place_of(clash.key)
             hint = clash.suggestion if isinstance(clash.suggestion, str) else clash.suggestion(given)
             report("wrong-value", place, node.key_of(clash.key), clash.message.format_map(given), hint)

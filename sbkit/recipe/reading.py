@@ -58,7 +58,7 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
                 check_text(child, findings, in_list=isinstance(node.value, list))
     check_settings(root, findings)
     for node in nodes:
-        if node.value is UNKNOWN or node.wrong:
+        if node.value is UNKNOWN or findings.is_reported(node):
             continue
         if node.tag.startswith(_TAGS):
             _check_tagged(node, findings)
@@ -77,7 +77,7 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
                and (key == "modules" or (key in keys and keys[key].built))]
     for node in waiting:  # which grows
         kind, _, name = node.tag.partition(":")
-        if kind == "!name" and not node.unusable:
+        if kind == "!name" and not findings.unusable(node):
             cls = locate(name)
             if isinstance(cls, type) and issubclass(cls, torch.nn.Module):
                 findings.wrong(node, "no-module", "this layer is only named, and was never built",
@@ -92,14 +92,14 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
             near = did_you_mean(key, map(str, root.value), cutoff=0.8)
             findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {known.what}",
                            f"is {near} a misspelling of it?" if near else COMPLETE)
-        elif known.needed and static(root.value[key]) is None and not root.value[key].wrong:
+        elif known.needed and static(root.value[key]) is None and not findings.is_reported(root.value[key]):
             findings.wrong(root.value[key], "missing-key", f"it {NULL}", COMPLETE)
     modules = root.value.get("modules")
-    if modules is not None and not modules.wrong and not isinstance(modules.value, dict):
+    if modules is not None and not findings.is_reported(modules) and not isinstance(modules.value, dict):
         findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",
                        "write `model: !ref <model>` under it")
     cls = brain_class(root)
-    if cls is not None and root.value["brain"].wrong:
+    if cls is not None and findings.is_reported(root.value["brain"]):
         cls = None  # reported already
     if cls is not None and not any(base.__name__ == "Brain" for base in cls.__mro__):
         findings.wrong(root.value["brain"], "wrong-kind", f"{cls.__name__} is not a Brain",

@@ -11,7 +11,6 @@ It differs from HyperPyYAML in two ways, so that a recipe can replace any part o
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import operator
 import re
@@ -104,19 +103,19 @@ class _Resolver:
         if included and found is not node and not found.scalar:
             found = self.walk(found)  # it may be further below, where it would be skipped as visited
         if included and node.tag and not found.tag and isinstance(found.value, dict):
-            found = dataclasses.replace(found, whole=True)
+            found = self.findings.replaced(found, whole=True)
         self.seen[node] = found
         return found
 
     def _replace(self, node: Node) -> Node:
-        if node.wrong:
+        if self.findings.is_reported(node):
             return self._unknown(node)
         if node.tag in ("!ref", "!copy"):
             if not node.scalar:
                 return self._error("bad-ref", node, f"{node.tag} takes a text such as <key>, not a list or mapping")
             found = self._follow(str(node.value), node, ())
-            if found.scalar and not found.tag and not found.wrong:
-                found.reference = str(node.value)
+            if found.scalar and not found.tag and not self.findings.is_reported(found):
+                found = dataclasses.replace(found, reference=str(node.value))
             return found
         if node.tag == PLACEHOLDER:
             return self._error("placeholder", node, "you must set this value (!PLACEHOLDER)",
@@ -139,8 +138,9 @@ class _Resolver:
             if isinstance(node.value, dict):
                 override(files, node, self.findings, self.declared)
             _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared, self.call).walk(root)
-            root.wrong = any(f.code == "syntax" for f in self.findings[before:])
-            return copy.deepcopy(root)  # HyperPyYAML reads each include separately, so nothing in it is shared
+            if any(finding.code == "syntax" for finding in self.findings[before:]):
+                self.findings.mark(root)
+            return self.findings.copied(root)  # HyperPyYAML reads each include separately, so nothing in it is shared
         if self.call and node.tag.startswith(_APPLYREF):
             try:
                 args, kwargs = arguments(node)
@@ -174,11 +174,11 @@ class _Resolver:
             found = Node(text, node.place, node.key)
             if not seen and "<" in text:
                 self._error("bad-ref", node, f"the bracket of {text!r} is not closed", "write <key>")
-                found.wrong = True
+                self.findings.mark(found)
             elif not seen and text in self.root.value:
                 self._error("bad-ref", node, f"this is not a reference, but the text {text!r}",
                             f"write {node.tag} <{text}>")
-                found.wrong = True
+                self.findings.mark(found)
             return found
         if len(seen) > 50:  # circular, which is reported elsewhere
             return self._unknown(node)
@@ -205,7 +205,8 @@ class _Resolver:
             except (ArithmeticError, ValueError) as error:
                 shown = textwrap.shorten(inner.value, 80, placeholder=" ...")
                 return self._error("bad-ref", node, f"{shown} can't be computed: {error}")
-        inner.computed = True
+        if inner.scalar and not inner.tag:  # anything else is shared with what it is a reference to
+            inner = self.findings.replaced(inner, computed=True)
         return inner
 
     def _take(self, target: Node, node: Node, seen: tuple[str, ...]) -> Node:
@@ -225,7 +226,7 @@ class _Resolver:
                 return self._error("later-ref", node,
                                    f"{target.key} contains references and is further below",
                                    "move it above the copy")
-            return copy.deepcopy(target)
+            return self.findings.copied(target)
         if target.scalar and not target.tag:
             return Node(target.value, node.place, node.key, quoted=target.quoted, computed=target.computed,
                         source=target)
@@ -301,12 +302,12 @@ class _Resolver:
                 done.add(path.pop())
             elif found in path:
                 circle = [*path[path.index(found):], found]
-                if not found.wrong:
+                if not self.findings.is_reported(found):
                     self._error("circular-ref", found,
                                 f"this reference is circular: {' -> '.join(n.key for n in circle)}",
                                 f"give {found.key} a value")
                 for each in path:
-                    each.wrong = True
+                    self.findings.mark(each)
                 return True
             elif found not in done:
                 path.append(found)
@@ -321,7 +322,9 @@ class _Resolver:
         return self._unknown(node)
 
     def _unknown(self, node: Node) -> Node:
-        return Node(UNKNOWN, node.place, node.key, wrong=True)
+        unknown = Node(UNKNOWN, node.place, node.key)
+        self.findings.mark(unknown)
+        return unknown
 
 
 def _report_cycles(root: Node, findings: Findings) -> None:
@@ -331,10 +334,10 @@ def _report_cycles(root: Node, findings: Findings) -> None:
 
     def visit(node: Node) -> None:
         if node in path:
-            if not node.wrong:
+            if not findings.is_reported(node):
                 findings.error("circular-ref", node.place, node.key, "it contains a reference to itself",
                                " -> ".join(n.key for n in [*path, node] if n.key))
-            node.wrong = True
+            findings.mark(node)
             return
         if node in done or node.scalar:
             return

@@ -42,11 +42,11 @@ def check_settings(root: Node, findings: Findings) -> None:
     task = getattr(brain_class(root) if known else None, "Keys", Keys)
     for key, node in root.value.items():
         value = static(node)
-        if value is UNKNOWN or node.unusable or not isinstance(key, str):
+        if value is UNKNOWN or findings.unusable(node) or not isinstance(key, str):
             continue
         if key in _CHECKS:
             _CHECKS[key](root, key, value, findings)
-        if node.unusable:
+        if findings.unusable(node):
             continue
         if key in known:
             own = known[key]
@@ -122,7 +122,7 @@ def check_accumulation(root: Node, run_opts: RunOptions | None, findings: Findin
     name, place, value = ACCUMULATION, Place(), None
     if name in getattr(run_opts, "overridden_args", ()):
         value, written = getattr(run_opts, name), f"--{name}"
-    elif name in root.value and not root.value[name].unusable:
+    elif name in root.value and not findings.unusable(root.value[name]):
         value, written, place = static(root.value[name]), name, root.place_of(name)
     if value is None or not _is_number(name, value) or _too_low(name, value) or option_number(name, value) == 1:
         return
@@ -284,4 +284,5 @@ def _report(root: Node, key: str, message: str, findings: Findings, suggestion: 
     """Add a finding about a key, and mark its value, so that references to it aren't reported again."""
     node = root.value[key]
     findings.error("setting", root.place_of(key), key, message, suggestion)
-    (node.source or node).wrong = node.wrong = True
+    findings.mark(node)
+    findings.mark(node.source or node)

@@ -155,7 +155,7 @@ def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bo
     for key, value in named.items():
         if key in filled and key in by_name:
             findings.error("argument-twice", node.place_of(key), node.key_of(key), f"{name} gets {key} twice")
-            node.wrong = True
+            findings.mark(node)
         elif key in by_name:
             filled.add(key)
             _compare(name, by_name[key], hints, value, node, key, findings)
@@ -165,7 +165,7 @@ def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bo
                            f"{name} has no argument {key}",
                            f"did you mean {near}?" if near else f"it takes {listed(by_name)}" if by_name else
                            "it takes none")
-            node.wrong = True
+            findings.mark(node)
             if near:
                 filled.add(near)  # misspelt rather than missing
         else:
@@ -200,7 +200,7 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
              key: object, findings: Findings) -> None:
     """Compare an argument with its annotation, or without one with the type of its default."""
     given = static(value)
-    if given is UNKNOWN or value.unusable or (given == parameter.default and not isinstance(given, Node)):
+    if given is UNKNOWN or findings.unusable(value) or (given == parameter.default and not isinstance(given, Node)):
         return
     hint = hints.get(parameter.name)
     wanted = None
@@ -219,7 +219,7 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
         place = node.place_of(key) if isinstance(key, str) else value.place
         findings.warning("wrong-type", place, node.key_of(key), message, f'write "{given}"')
         return
-    place = node.blame(key) if isinstance(key, str) else value.place
+    place = findings.blame(node, key) if isinstance(key, str) else value.place
     fix = _fix(given, hint, value)
     if isinstance(given, Node) and isinstance(given.value, list):
         null = next((item for item in given.value if item.scalar and item.value is None and not item.tag), None)
@@ -232,7 +232,8 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
             if written.startswith("opt_class."):
                 fix += f", or take another class than {name}"
     findings.error("wrong-type", place, node.key_of(key), message, fix)
-    node.wrong = value.wrong = True
+    findings.mark(node)
+    findings.mark(value)
 
 
 def _shown(given: object) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,6 @@ class Node:
     """Whether it was computed from references, or given on the command line."""
     key_places: dict[Any, Place] = field(default_factory=dict)
     """Places of the keys of a mapping."""
-    wrong: bool = False
-    """Whether a mistake in it is reported already."""
     source: Node | None = None
     """The scalar that it is a reference to."""
     reference: str = ""
@@ -121,20 +121,6 @@ class Node:
         words = set(re.split(r"[\s'`:\[\]]+", message))
         return self.culprit([key for key in self.value if key in words] if isinstance(self.value, dict) else ())
 
-    def blame(self, key: object) -> Place:
-        """Mark the value of a key and the target of its reference as wrong, to report them once; return its origin."""
-        self.wrong = True
-        child = self.value.get(key) if isinstance(self.value, dict) else None
-        while child is not None:
-            child.wrong = True
-            child = child.source
-        return self.origin_of(key)[0]
-
-    @property
-    def unusable(self) -> bool:
-        """Whether it can't be built, because of a mistake in it, or in its source, that is reported already."""
-        return self.wrong or self.value is UNKNOWN or (self.source is not None and self.source.unusable)
-
     @property
     def scalar(self) -> bool:
         return not isinstance(self.value, (dict, list))
@@ -179,20 +165,69 @@ class Node:
 
 
 class Findings(list[Finding]):
-    """A list of findings, with a method to add each kind."""
+    """What is found about a recipe, with a method to add each kind, and the nodes in which a mistake is reported.
+
+    A mistake is reported once, where it is: what refers to a reported node, or takes it, isn't reported again.
+    """
+
+    def __init__(self, findings: Iterable[Finding] = ()) -> None:
+        super().__init__(findings)
+        self._reported: set[Node] = set()
 
     def error(self, code: str, place: Place, key: str, message: str, suggestion: str = "") -> None:
         """Add a finding that would end a run or make its results wrong."""
         self.append(Finding(ERROR, code, place.file, place.line, key, message, suggestion, place.column))
 
     def wrong(self, node: Node, code: str, message: str, suggestion: str = "") -> None:
-        """Add an error about a value, and mark it, so that references to it aren't reported again."""
+        """Add an error about a value, which is then reported."""
         self.error(code, node.place, node.key, message, suggestion)
-        node.wrong = True
+        self.mark(node)
 
     def warning(self, code: str, place: Place, key: str, message: str, suggestion: str = "") -> None:
         """Add a finding that may be a mistake."""
         self.append(Finding(WARNING, code, place.file, place.line, key, message, suggestion, place.column))
+
+    def mark(self, node: Node) -> None:
+        """Note that a mistake in a node is reported."""
+        self._reported.add(node)
+
+    def is_reported(self, node: Node) -> bool:
+        """Whether a mistake in a node is reported."""
+        return node in self._reported
+
+    def unusable(self, node: Node) -> bool:
+        """Whether a node can't be built, because of a mistake in it, or in its source, that is reported."""
+        return self.is_reported(node) or node.value is UNKNOWN or (
+            node.source is not None and self.unusable(node.source))
+
+    def blame(self, node: Node, key: object) -> Place:
+        """Mark a node, the value of one of its keys and the target of that one's reference; return its origin."""
+        self.mark(node)
+        child = node.value.get(key) if isinstance(node.value, dict) else None
+        while child is not None:
+            self.mark(child)
+            child = child.source
+        return node.origin_of(key)[0]
+
+    def replaced(self, node: Node, **changes: Any) -> Node:
+        """A copy of a node with other values of some attributes, reported if the node is."""
+        copied = dataclasses.replace(node, **changes)
+        if self.is_reported(node):
+            self.mark(copied)
+        return copied
+
+    def copied(self, node: Node) -> Node:
+        """A copy of a node with all that it refers to, in which the copies of reported nodes are reported."""
+        copies: dict[int, Any] = {}
+        copied = copy.deepcopy(node, copies)
+        for original in [each for each in self._reported if id(each) in copies]:
+            self.mark(copies[id(original)])
+        return copied
+
+    def include(self, others: Findings) -> None:
+        """Add the findings about the same nodes of an earlier stage."""
+        self.extend(others)
+        self._reported |= others._reported
 
     def as_error(self) -> SbkitError:
         """All errors in one."""

@@ -105,7 +105,8 @@ def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
                     findings.wrong(node, "number-as-text",
                                    f"{text!r} contains {part!r}, which inside a tuple is a text",
                                    f"{hint}, or a list: {written}")
-        if node.computed and not node.wrong:  # HyperPyYAML writes such values to text and reads them again
+        # HyperPyYAML writes values that it has computed to text, and reads them again.
+        if node.computed and not findings.is_reported(node):
             findings.warning("tuple-as-text", node.place, node.key,
                              f"{text!r} is a tuple in the first recipe that a program loads, and a text in the next",
                              f"write a list: [{text[1:-1]}]")
