@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
@@ -39,8 +40,12 @@ def run(argv: list[str]) -> int:
         print(report.problems(), file=sys.stderr)
         return 1
     references = _valid_references(root)
-    for node in root.walk():
-        node.comments = {}
+
+    def as_shown(node: Node) -> Node:
+        """Return a node as it is shown: a reference that is still right, and after each key its value and its file."""
+        if node in references:
+            return dataclasses.replace(node, tag="!ref", value=references[node], comments={})
+        comments = {}
         for key, child in node.items():
             remarks = []
             if child in references:
@@ -48,11 +53,10 @@ def run(argv: list[str]) -> int:
             if isinstance(node.value, dict):
                 remarks.append(str(node.origin_of(key)[0]))
             if remarks:
-                node.comments[key] = [], f"# {', '.join(remarks)}"
-    for node, reference in references.items():
-        node.tag = "!ref"
-        node.value = reference
-    print(writing.text(root), end="")
+                comments[key] = list[str](), f"# {', '.join(remarks)}"
+        return dataclasses.replace(node, comments=comments)
+
+    print(writing.text(root.mapped(as_shown)), end="")
     for name, key in declared(root).items():
         if name not in root.value and not key.needed:
             default = "[]" if key.default == () else writing.scalar(key.default)

@@ -41,7 +41,7 @@ from sbkit.recipe import (
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.files import refuse_another_run
 from sbkit.recipe.keys import COMPLETE, TaskClass
-from sbkit.recipe.reading import read, without_imports_from
+from sbkit.recipe.reading import read, read_without_imports, without_imports_from
 from sbkit.recipe.report import Report, Section, listed
 from sbkit.recipe.settings import check_accumulation, check_options
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
@@ -83,7 +83,8 @@ def check(
         findings.include(found)
     else:
         with without_imports_from(Path.cwd(), Path(path).parent, Path(path).parent.parent):
-            root = read(Path(path), overrides or {}, findings, unchecked=report.notes)
+            root, notes = read_without_imports(Path(path), overrides or {}, findings)
+        report.notes += notes
         report.notes.append("modules, devices, shapes, labels and cost: nothing is built with --no-run")
         for node in root.value["corpus"].walk() if root is not None and "corpus" in root.value else ():
             source = node.value.get("source") if isinstance(node.value, dict) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -217,20 +218,24 @@ class _Converter:
         if id(raw) in self.known:
             return self.known[id(raw)]
         tag = str(raw.tag or "").replace("!tuple", "")  # ruamel adds it once HyperPyYAML has loaded something
-        node = Node(None, self.place(raw.start_mark), key, "" if tag in _PLAIN_TAGS else tag.replace(_YAML_TAG, "!!"))
-        self.known[id(raw)] = node
+        tag = "" if tag in _PLAIN_TAGS else tag.replace(_YAML_TAG, "!!")
+        place = self.place(raw.start_mark)
+        if isinstance(raw, yaml_nodes.ScalarNode):
+            quoted = raw.style is not None and not str(raw.tag).endswith("!tuple")  # a text in quotes is no tuple
+            value = raw.value if tag or not raw.tag.startswith(_YAML_TAG) else self.scalar(raw)
+            node = Node(value, place, key, tag, quoted)
+        else:
+            node = Node({} if isinstance(raw, yaml_nodes.MappingNode) else [], place, key, tag)
+        self.known[id(raw)] = node  # before it is filled, since an alias inside it may name it
         if str(raw.tag).endswith("!tuple") and not isinstance(raw, yaml_nodes.ScalarNode):
             self.findings.wrong(node, "tuple-as-text", "!tuple takes a text such as (3, 4)",
                                 "write (3, 4), or a list without the tag")
         if isinstance(raw, yaml_nodes.MappingNode):
-            node.value = self.mapping(raw, node)
+            node.value.update(self.mapping(raw, node))
         elif isinstance(raw, yaml_nodes.SequenceNode):
-            node.value = [self.node(item, f"{key}[{i}]") for i, item in enumerate(raw.value)]
+            node.value.extend(self.node(item, f"{key}[{i}]") for i, item in enumerate(raw.value))
             for i, item in enumerate(raw.value):
                 self.keep_comments(node, i, item, item)
-        else:
-            node.quoted = raw.style is not None and not str(raw.tag).endswith("!tuple")  # a text in quotes is no tuple
-            node.value = raw.value if node.tag or not raw.tag.startswith(_YAML_TAG) else self.scalar(raw)
         return node
 
     def keep_comments(self, node: Node, key: object, first: Any, value: Any) -> None:  # ruamel's, as above
@@ -282,14 +287,16 @@ class _Converter:
 def moved(tree: Node, folder: str | Path, but: Container[str] = ()) -> Node:
     """The tree, with the paths in its output folder moved to another folder, but for values of some keys."""
     old, new = str(tree.value["output_folder"].value).rstrip("/"), str(folder).rstrip("/")
-    for node in tree.walk() if old not in ("", ".") else ():
-        if isinstance(node.value, str) and f"{node.value}/".startswith(f"{old}/") and node.key not in but:
-            node.value = new + node.value[len(old):]
-    return tree
+
+    def move(node: Node) -> Node:
+        inside = isinstance(node.value, str) and f"{node.value}/".startswith(f"{old}/") and node.key not in but
+        return dataclasses.replace(node, value=new + node.value[len(old):]) if inside else node
+
+    return tree if old in ("", ".") else tree.mapped(move)
 
 
-def refer_again(path: Path, tree: Node, given: Mapping[str, Any]) -> None:
-    """Prepare the recipe that a run wrote, without references, for what the command line gives.
+def refer_again(path: Path, tree: Node, given: Mapping[str, Any]) -> Node:
+    """The recipe that a run wrote, without references, prepared for what the command line gives; any other as it is.
 
     All paths in its output folder follow another one, and what has a value of ``COPIED`` that value. If the run's
     whole folder was copied or moved, the recipe is of where it is now.
@@ -297,21 +304,28 @@ def refer_again(path: Path, tree: Node, given: Mapping[str, Any]) -> None:
     output = tree.value.get("output_folder")
     with open(path, encoding="utf-8", errors="replace") as file:
         if not file.readline().startswith("# Generated ") or output is None or not output.scalar or _references(tree):
-            return
+            return tree
+    references: dict[Node, str] = {}
     for key, copies in COPIED.items():
         if key not in given or key not in tree.value or not tree.value[key].scalar:
             continue
-        equal = [(each, part) for each in tree.walk() for part, child in each.items()
-                 if child.scalar and child.value == tree.value[key].value and child.key != key]
-        if key == "number_of_epochs" and any("epoch" in str(part) for _, part in equal):
+        written = tree.value[key].value
+        equal = [(part, child) for node in tree.walk() for part, child in node.items()
+                 if child.scalar and child.value == written and child.key != key]
+        if key == "number_of_epochs" and any("epoch" in str(part) for part, _ in equal):
             continue  # such as the epoch_count of a schedule, which would stay
-        for each, part in equal:
-            if re.fullmatch(copies, (child := each.value[part]).key):
-                each.value[part] = Node(f"<{key}>", child.place, child.key, "!ref")
+        references.update({child: f"<{key}>" for _, child in equal if re.fullmatch(copies, child.key)})
+
+    def refer(node: Node) -> Node:
+        return Node(references[node], node.place, node.key, "!ref") if node in references else node
+
+    tree = tree.mapped(refer)
     if "output_folder" in given:
-        moved(tree, str(given["output_folder"]), but=("data_folder", "corpus.source", "init_from", "encoder_source"))
-    elif (path.parent / "save").is_dir() and path.parent.resolve() != Path(str(output.value)).resolve():
-        moved(tree, path.parent.resolve())
+        elsewhere = "data_folder", "corpus.source", "init_from", "encoder_source"
+        return moved(tree, str(given["output_folder"]), but=elsewhere)
+    if (path.parent / "save").is_dir() and path.parent.resolve() != Path(str(output.value)).resolve():
+        return moved(tree, path.parent.resolve())
+    return tree
 
 
 def refuse_another_run(checkpoints: str | Path, output: str | Path) -> None:

@@ -69,10 +69,7 @@ def chain(path: Path) -> Files:
 
 
 def tree(path: Path) -> Node:
-    """The unresolved tree of a recipe, with all keys at one level.
-
-    Nothing is imported or built, and the caller may change the tree.
-    """
+    """The unresolved tree of a recipe, with all keys at one level; nothing is imported or built."""
     return flatten(chain(path)[0][1])
 
 
@@ -83,7 +80,7 @@ def merged(path: Path, overrides: Mapping[str, Any]) -> str:
 
 def resolved(path: Path, overrides: Mapping[str, Any]) -> Node:
     """The tree of that recipe, with all keys at one level."""
-    root = resolve(path, overrides, findings := Findings(), call=True)
+    root, _ = resolve(path, overrides, findings := Findings(), call=True)
     findings[:] = [finding for finding in findings if finding.code not in _LOADED]
     if root is None or findings:
         raise findings.as_error()

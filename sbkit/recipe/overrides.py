@@ -136,9 +136,8 @@ def from_python(value: Any, key: str, place: Place = _COMMAND_LINE) -> Node:  # 
     """Convert a value from the command line, or from a program, to a Node."""
     tag = getattr(getattr(value, "tag", None), "value", None) or ""
     if isinstance(value, Mapping):
-        node = Node({}, place, key, tag, dotted=type(value) is dict)
-        node.value = {k: from_python(v, f"{key}.{k}", place) for k, v in value.items()}
-        return node
+        parts = {name: from_python(part, f"{key}.{name}", place) for name, part in value.items()}
+        return Node(parts, place, key, tag, dotted=type(value) is dict)
     if isinstance(value, (list, tuple)):
         return Node([from_python(v, f"{key}[{i}]", place) for i, v in enumerate(value)], place, key, tag)
     if tag:
@@ -261,7 +260,9 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
                 advice = f"did you mean --{named}?"
             findings.error("override-structure", new.place, target.key,
                            f"{target.key} has no parts that could be set one by one ({target.place})", advice)
-    root.value = {key: root.value[key] for key in order if key in root.value}
+    ordered = {key: root.value[key] for key in order if key in root.value}
+    root.value.clear()
+    root.value.update(ordered)
 
 
 def _last_part(node: Node) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,49 +30,89 @@ _TAGS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")
 _ALL_TAGS = (*_TAGS, "!ref", "!copy", "!include:", "!PLACEHOLDER", "!tuple")
 
 
-def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked: list[str] | None = None,
-         ) -> Node | None:
-    """The recipe as one tree of resolved values, None if it can't be read; mistakes are added to ``findings``.
+def read(path: Path, overrides: Mapping[str, Any], findings: Findings) -> Node | None:
+    """Resolve and validate a recipe: one tree of resolved values, None if it can't be read.
 
-    unchecked : gets notes on what wasn't checked, and only ``PACKAGES`` are imported; None imports all names
+    findings : gets all mistakes
     """
-    referred: set[str] = set()
-    root = resolve(path, overrides, findings, referred, None if unchecked is None else PACKAGES)
-    if root is None:
+    resolved = resolve(path, overrides, findings)
+    if resolved.root is None:
         return None
-    root = flatten(root)
+    root = flatten(resolved.root)
+    validate(root, resolved.referred, path, findings)
+    return root
+
+
+def read_without_imports(path: Path, overrides: Mapping[str, Any], findings: Findings) -> tuple[Node | None, list[str]]:
+    """The same where only ``PACKAGES`` are imported, and notes on what wasn't checked for that."""
+    resolved = resolve(path, overrides, findings, PACKAGES)
+    if resolved.root is None:
+        return None, []
+    root, notes = _without_unchecked(flatten(resolved.root), findings)
+    validate(root, resolved.referred, path, findings)
+    return root, notes
+
+
+def _without_unchecked(root: Node, findings: Findings) -> tuple[Node, list[str]]:
+    """The tree in which what must not be imported or called is unknown, and notes on what won't be checked."""
+    notes: dict[tuple[str, int, int, str], str] = {}
+    for node in root.walk():
+        why, _ = _why_unchecked(node.tag)
+        if why:
+            place = node.place
+            notes[place.file, place.line, place.column, node.key] = ": ".join(filter(None, (str(place), node.key, why)))
+
+    def without(node: Node) -> Node:
+        _, importable = _why_unchecked(node.tag)
+        if importable:
+            return node
+        # The keys of a file with a tag can be checked.
+        return dataclasses.replace(node, tag="", value=node.value if node is root else UNKNOWN)
+
+    return findings.mapped(root, without), [notes[place] for place in sorted(notes)]
+
+
+def validate(root: Node, referred: Collection[str], path: Path, findings: Findings) -> None:
+    """Find the mistakes in a resolved recipe that can be seen without building it.
+
+    referred : the keys that references name
+    path : the recipe's file, which lacks the keys that are missing
+    """
     nodes = list(root.walk())
-    if unchecked is not None:
-        notes = {}
-        for node in nodes:  # those that must not be imported or called become unknown
-            why, importable = _why_unchecked(node.tag)
-            if why:
-                notes[node.place.file, node.place.line, node.place.column, node.key] = ": ".join(filter(None, (
-                    str(node.place), node.key, why)))
-            if not importable:
-                node.tag = ""
-                node.value = node.value if node is root else UNKNOWN  # the keys of a file with a tag can be checked
-        unchecked += [notes[place] for place in sorted(notes)]
     for node in nodes:  # texts first, so that an argument that refers to one isn't reported again
         for child in node.children():
             if child.scalar and child.value is not UNKNOWN:
                 check_text(child, findings, in_list=isinstance(node.value, list))
     check_settings(root, findings)
     for node in nodes:
-        if node.value is UNKNOWN or findings.is_reported(node):
-            continue
-        if node.tag.startswith(_TAGS):
-            _check_tagged(node, findings)
-        elif node.tag not in ("", "!ref", "!copy", "!PLACEHOLDER") and not node.tag.startswith(
-                ("!!python/", "!include:")):
-            tag, _, name = node.tag.partition(":")
-            near = did_you_mean(tag, [tag.rstrip(":") for tag in _ALL_TAGS])
-            colon = ":" if near and f"{near}:" in _ALL_TAGS else ""
-            findings.wrong(node, "unknown-tag", f"there is no tag {node.tag}",
-                           f"did you mean {near} <{name}>?" if name and near in ("!ref", "!copy") else
-                           f"did you mean {near}{colon}{name or ('NAME' if colon else '')}?" if near else
-                           f"tags are {listed(_ALL_TAGS)}")
-    # Layers that are only named where a run needs them built: under modules, and for a declared key.
+        if node.value is not UNKNOWN and not findings.is_reported(node):
+            _check_tag(node, findings)
+    _check_layers(root, findings)
+    _keep_the_graver(findings)
+    _check_needed(root, path, findings)
+    _check_brain(root, findings)
+    check_names(root, referred, findings)
+
+
+def _check_tag(node: Node, findings: Findings) -> None:
+    """Check that a tag is one of HyperPyYAML's, what it names, and the arguments of that."""
+    if node.tag.startswith(_TAGS):
+        _check_tagged(node, findings)
+    elif node.tag not in ("", "!ref", "!copy", "!PLACEHOLDER") and not node.tag.startswith(("!!python/", "!include:")):
+        tag, _, name = node.tag.partition(":")
+        near = did_you_mean(tag, [tag.rstrip(":") for tag in _ALL_TAGS])
+        colon = ":" if near and f"{near}:" in _ALL_TAGS else ""
+        if name and near in ("!ref", "!copy"):
+            hint = f"did you mean {near} <{name}>?"
+        elif near:
+            hint = f"did you mean {near}{colon}{name or ('NAME' if colon else '')}?"
+        else:
+            hint = f"tags are {listed(_ALL_TAGS)}"
+        findings.wrong(node, "unknown-tag", f"there is no tag {node.tag}", hint)
+
+
+def _check_layers(root: Node, findings: Findings) -> None:
+    """Report layers that are only named where a run needs them built: under modules, and for a declared key."""
     keys = declared(root)
     waiting = [node for key, node in root.value.items() if key not in ("brain", "opt_class")  # classes are right there
                and (key == "modules" or (key in keys and keys[key].built))]
@@ -83,11 +124,19 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
                 findings.wrong(node, "no-module", "this layer is only named, and was never built",
                                f"write !new:{name} instead of {node.tag}")
         elif not kind or name.startswith("torch.nn."):  # a list or mapping of layers
-            waiting += [each for each in node.children() if each not in waiting]
+            waiting += [child for child in node.children() if child not in waiting]
+
+
+def _keep_the_graver(findings: Findings) -> None:
+    """Leave out the warnings that a value is a text where an error says that its type is wrong."""
     mistaken = {(f.file, f.line, f.key) for f in findings if f.code == "wrong-type" and f.severity == "error"}
     findings[:] = [f for f in findings if not f.code.endswith("-as-text") or f.severity == "error"
                    or (f.file, f.line, f.key) not in mistaken]
-    for key, known in keys.items():
+
+
+def _check_needed(root: Node, path: Path, findings: Findings) -> None:
+    """Report needed keys that are missing or null, and ``modules`` that are no mapping."""
+    for key, known in declared(root).items():
         if known.needed and key not in root.value:
             near = did_you_mean(key, map(str, root.value), cutoff=0.8)
             findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {known.what}",
@@ -98,21 +147,23 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
     if modules is not None and not findings.is_reported(modules) and not isinstance(modules.value, dict):
         findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",
                        "write `model: !ref <model>` under it")
+
+
+def _check_brain(root: Node, findings: Findings) -> None:
+    """Report a class under ``brain`` that is no Brain, and keys that one reads and the recipe lacks."""
     cls = brain_class(root)
-    if cls is not None and findings.is_reported(root.value["brain"]):
-        cls = None  # reported already
-    if cls is not None and not any(base.__name__ == "Brain" for base in cls.__mro__):
+    if cls is None or findings.is_reported(root.value["brain"]):
+        return
+    if not any(base.__name__ == "Brain" for base in cls.__mro__):
         findings.wrong(root.value["brain"], "wrong-kind", f"{cls.__name__} is not a Brain",
                        "write !name:sbkit.tasks.ctc.CTC")
-    elif cls is not None:
-        used, tested = hparams_read(cls)  # keys that it tests for may be missing
-        for name in sorted(used - tested - set(root.value) - set(RUN_OPTIONS) - set(declared(root))):
-            near = did_you_mean(name, map(str, root.value), cutoff=0.8)
-            findings.warning("missing-key", root.value["brain"].place, "brain",
-                             f"{cls.__name__} reads the key {name}, which the recipe lacks",
-                             f"is {near} a misspelling of it?" if near else f"add {name}: VALUE")
-    check_names(root, referred, findings)
-    return root
+        return
+    used, tested = hparams_read(cls)  # keys that it tests for may be missing
+    for name in sorted(used - tested - set(root.value) - set(RUN_OPTIONS) - set(declared(root))):
+        near = did_you_mean(name, map(str, root.value), cutoff=0.8)
+        findings.warning("missing-key", root.value["brain"].place, "brain",
+                         f"{cls.__name__} reads the key {name}, which the recipe lacks",
+                         f"is {near} a misspelling of it?" if near else f"add {name}: VALUE")
 
 
 def _check_tagged(node: Node, findings: Findings) -> None:

@@ -17,7 +17,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sbkit.errors import summary
 from sbkit.recipe.files import chain, check_shadowed, included_path, keys, refer_again
@@ -36,31 +36,38 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 _LONGEST = 10_000  # characters of a text with resolved references, each of which can double it
 
 
-def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referred: set[str] | None = None,
-            packages: tuple[str, ...] | None = None, call: bool = False) -> Node | None:
-    """The recipe as one tree: includes read, overrides applied, references replaced by their targets.
+class Resolved(NamedTuple):
+    """A recipe with includes read, overrides applied and references replaced by their targets."""
 
-    References to the same target become the same Node.
+    root: Node | None
+    """The recipe as one tree, in which references to the same target are the same Node; None if it can't be read."""
+    referred: frozenset[str] = frozenset()
+    """The keys that references name, those in replaced values included: such a key isn't a mistake."""
 
-    referred : gets the keys that references name, those in replaced values included: such a key isn't a mistake
+
+def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, packages: tuple[str, ...] | None = None,
+            call: bool = False) -> Resolved:
+    """Parse the files of a recipe and resolve it.
+
     packages : packages that may be imported to find the keys that the task declares; None: all
     call : call functions of ``!applyref:``; otherwise their results, and texts that contain them, are unknown
     """
     files = chain(path, findings)
     if not files:
-        return None
-    root, overrides = files[0][1], with_full_keys(overrides, keys(files))
-    refer_again(files[0][0], root, overrides)
+        return Resolved(None)
+    overrides = with_full_keys(overrides, keys(files))
+    first, root = files[0]
+    root = refer_again(first, root, overrides)
+    files[0] = first, root
     unknown = check_overrides(files, overrides, findings, packages)
     given = Node({key: from_python(value, key) for key, value in overrides.items() if key not in unknown}, Place(), "")
     declared = declared_in(files, overrides, packages)
-    if referred is not None:
-        referred |= referred_in([*files, (path, given)])
+    referred = frozenset(referred_in([*files, (path, given)]))
     override(files, given, findings, declared)
     check_shadowed(files, findings)
     _Resolver(root, path, findings, (path.resolve(),), declared, call).walk(root)
     _report_cycles(root, findings)
-    return root
+    return Resolved(root, referred)
 
 
 def flatten(root: Node) -> Node:

@@ -1,4 +1,12 @@
-"""The nodes of a recipe, their places in its files, and findings about them."""
+"""The nodes of a recipe, their places in its files, and findings about them.
+
+A recipe goes through four stages. Each makes the next one's tree of nodes, and none changes a tree that another made:
+
+1. parse (``files.py``): the text of each file as a tree, with the place of every key.
+2. resolve (``resolve.py``): one tree of all files, with overrides applied and references replaced by their targets.
+3. validate (``reading.py``): what can be seen in that tree without building it, as findings.
+4. build (``build.py``): the objects.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,7 @@ import copy
 import dataclasses
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +49,11 @@ class Place:
         return f"{Path(self.file).name}:{self.line}" if self.line else self.file
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Node:
-    """A scalar, list or mapping of a YAML."""
+    """A scalar, list or mapping of a YAML. Its list or mapping is filled by the stage that makes it, and then stays."""
+
+    # ------------------------------------------------------------ as parsed
 
     value: Any  # as its tag says
     """A Python value, a list of Nodes or a dict of Nodes; ``UNKNOWN`` if it is known only when the recipe is built."""
@@ -53,24 +63,32 @@ class Node:
     tag: str = ""
     """``!new:torch.nn.Linear``, ``!ref``, ...; empty for plain data."""
     quoted: bool = False
-    computed: bool = False
-    """Whether it was computed from references, or given on the command line."""
     key_places: dict[Any, Place] = field(default_factory=dict)
     """Places of the keys of a mapping."""
-    source: Node | None = None
-    """The scalar that it is a reference to."""
-    reference: str = ""
-    """The text of the reference that became this scalar."""
+    comments: dict[Any, tuple[list[str], str]] = field(default_factory=dict)
+    """Comments by key or index: the lines above it, and the one after it; under None the lines at a file's end."""
+
+    # ------------------------------------------------------------ as an override, before it is applied
+
     dotted: bool = False
     """Whether it is a mapping of parts that were given one by one, as by ``--a.b 1``."""
     whole: bool = False
     """Whether it is a plain mapping that replaces the whole value it overrides, since it was written as a reference."""
-    comments: dict[Any, tuple[list[str], str]] = field(default_factory=dict)
-    """Comments by key or index: the lines above it, and the one after it; under None the lines at a file's end."""
+
+    # ------------------------------------------------------------ as resolved
+
+    computed: bool = False
+    """Whether it was computed from references, or given on the command line."""
+    source: Node | None = None
+    """The scalar that it is a reference to."""
+    reference: str = ""
+    """The text of the reference that became this scalar."""
 
     def __post_init__(self) -> None:
-        while self.key.startswith(f"{BASE}."):  # keys under it are keys of the recipe
-            self.key = self.key.removeprefix(f"{BASE}.")
+        key = self.key
+        while key.startswith(f"{BASE}."):  # keys under it are keys of the recipe
+            key = key.removeprefix(f"{BASE}.")
+        object.__setattr__(self, "key", key)
 
     def at(self, *keys: str) -> Any:  # as documented
         """The value under a key, or under nested keys; None if there is none."""
@@ -143,6 +161,30 @@ class Node:
                 seen.add(node)
                 yield node
                 stack.extend(reversed(node.children()))
+
+    def mapped(self, change: Callable[[Node], Node]) -> Node:
+        """The tree in which ``change`` has replaced each node, before what is inside it.
+
+        A node that is at several places stays one, and one in which nothing changes stays the same.
+        """
+        return self.mapping(change)[self]
+
+    def mapping(self, change: Callable[[Node], Node]) -> dict[Node, Node]:
+        """By each node inside it, what ``mapped`` replaces that with."""
+        replaced: dict[Node, Node] = {}
+
+        def visit(node: Node) -> Node:
+            if node in replaced:
+                return replaced[node]
+            changed = replaced[node] = change(node)  # before what is inside, which may be the node itself
+            items = [(key, visit(child)) for key, child in changed.items()]
+            if any(new is not old for (_, new), old in zip(items, changed.children(), strict=True)):
+                value = dict(items) if isinstance(changed.value, dict) else [child for _, child in items]
+                replaced[node] = dataclasses.replace(changed, value=value)
+            return replaced[node]
+
+        visit(self)
+        return replaced
 
     def texts(self) -> dict[str, str]:
         """Each tag and value inside it as text, by full name; nodes with several names only by the shortest."""
@@ -223,6 +265,12 @@ class Findings(list[Finding]):
         for original in [each for each in self._reported if id(each) in copies]:
             self.mark(copies[id(original)])
         return copied
+
+    def mapped(self, root: Node, change: Callable[[Node], Node]) -> Node:
+        """``root.mapped(change)``, in which what replaces a reported node is reported."""
+        replaced = root.mapping(change)
+        self._reported.update(new for old, new in replaced.items() if old in self._reported)
+        return replaced[root]
 
     def include(self, others: Findings) -> None:
         """Add the findings about the same nodes of an earlier stage."""

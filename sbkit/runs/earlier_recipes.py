@@ -6,6 +6,8 @@ can't be asked to change: its ``hyperparams.yaml`` is the only description of it
 
 from __future__ import annotations
 
+import dataclasses
+
 from sbkit.recipe.overrides import from_python
 from sbkit.recipe.source import Node
 
@@ -24,22 +26,23 @@ KEYS = {"most_decibels": "max_db"}
 
 
 def rename(tree: Node) -> Node:
-    """Give the keys and arguments of a run's resolved recipe their present names, in place."""
-    _rename(tree, KEYS)
+    """The tree of a run's resolved recipe in which its keys and arguments have their present names."""
+    tree = _renamed(tree, KEYS)
+    values = dict(tree.value)
     if tree.at("tensorboard"):  # it was a key beside the list of loggers
-        tree.value.setdefault("loggers", from_python(["tensorboard"], "loggers", tree.place))
-    tree.value.pop("tensorboard", None)
-
-    for node in tree.walk():
-        _, _, path = node.tag.partition(":")
-        if path.startswith("sbkit."):
-            _rename(node, ARGUMENTS.get(path.rpartition(".")[2], {}))
-    return tree
+        values.setdefault("loggers", from_python(["tensorboard"], "loggers", tree.place))
+    values.pop("tensorboard", None)
+    return dataclasses.replace(tree, value=values).mapped(_with_present_arguments)
 
 
-def _rename(node: Node, names: dict[str, str]) -> None:
+def _with_present_arguments(node: Node) -> Node:
+    _, _, path = node.tag.partition(":")
+    return _renamed(node, ARGUMENTS.get(path.rpartition(".")[2], {})) if path.startswith("sbkit.") else node
+
+
+def _renamed(node: Node, names: dict[str, str]) -> Node:
     """Rename keys of a mapping, which stay where they are; one that is there under its present name wins."""
-    if isinstance(node.value, dict) and names.keys() & node.value.keys():
-        present = {names.get(key, key): value for key, value in node.value.items()
-                   if names.get(key) not in node.value}
-        node.value = present
+    if not isinstance(node.value, dict) or names.keys().isdisjoint(node.value):
+        return node
+    present = {names.get(key, key): value for key, value in node.value.items() if names.get(key) not in node.value}
+    return dataclasses.replace(node, value=present)

@@ -43,7 +43,7 @@ def description(builds, *args):
 
 def require_hyperpyyamls(tmp_path, text):
     """What is built is what HyperPyYAML builds of the file, and of the one that a run saves."""
-    root = flatten(resolve(write(tmp_path, text), {}, findings := Findings(), call=True))
+    root = flatten(resolve(write(tmp_path, text), {}, findings := Findings(), call=True).root)
     errors = [each for each in findings if each.severity == "error"]
     if errors or any(node.computed and is_tuple(node.value) for node in root.walk()):
         return False  # of such a tuple, HyperPyYAML makes something else each time, which is a finding

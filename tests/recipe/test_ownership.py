@@ -86,7 +86,7 @@ TAIL = "modules:\n    owned: !ref <owned>\n"
 def look(tmp_path, text, what=check_ownership):
     path = write(tmp_path, text)
     findings = Findings()
-    root = resolve(path, {}, findings)
+    root = resolve(path, {}, findings).root
     with build(root, findings) as built:
         owned = Owned(check_modules(built, findings))
         what(built, owned, findings)
@@ -196,7 +196,7 @@ def test_what_is_no_module_is_told(tmp_path):
 def test_a_walk_ends_in_circles_and_long_lists(tmp_path):
     (tmp_path / "recipe.yaml").write_text("x: !new:builtins.dict\n")
     findings = Findings()
-    with build(resolve(tmp_path / "recipe.yaml", {}, findings), findings) as built:
+    with build(resolve(tmp_path / "recipe.yaml", {}, findings).root, findings) as built:
         loop: dict = {"numbers": list(range(200_000)), "part": functools.partial(print, end=torch.ones(2))}
         loop["self"] = loop
         built.hparams["x"] = loop
@@ -210,7 +210,7 @@ def test_a_build_draws_no_numbers_and_fills_no_weights(tmp_path):
     expected = torch.rand(3)
     torch.manual_seed(3)
     findings = Findings()
-    with build(resolve(path, {}, findings), findings) as built:
+    with build(resolve(path, {}, findings).root, findings) as built:
         assert "__seed" not in built.hparams
     assert (nn.init.orthogonal_, nn.init.uniform_) == functions
     assert torch.equal(torch.rand(3), expected)

@@ -34,7 +34,7 @@ def plain(node):
 def read(tmp_path, text, overrides=None):
     path = write(tmp_path, textwrap.dedent(text))
     findings = Findings()
-    root = resolve(path, overrides or {}, findings)
+    root = resolve(path, overrides or {}, findings).root
     return root, findings
 
 

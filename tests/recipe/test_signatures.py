@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import typing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,8 @@ from sbkit.recipe.values import as_tuple, expression, is_tuple, looks_like_numbe
 
 
 def node(value, tag=""):
-    made = from_python(value, "key", Place("here.yaml", 3, 1))
-    made.tag = tag
-    for child in made.walk():
-        child.computed = False
-    return made
+    written = from_python(value, "key", Place("here.yaml", 3, 1)).mapped(lambda each: replace(each, computed=False))
+    return replace(written, tag=tag)
 
 
 # ------------------------------------------------------------------------------------------------ names

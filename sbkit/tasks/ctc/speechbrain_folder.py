@@ -8,6 +8,7 @@ SpeechBrain's own hook for SentencePiece reads.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import tempfile
@@ -84,16 +85,13 @@ class Part(NamedTuple):
 def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer, sample_rate: int, blank_id: int,
           name: str) -> None:
     """Write hyperparams.yaml, the weights and the tokenizer into ``folder``."""
-    nodes = load.tree(run / layout.RECIPE).value
+    recipe = load.tree(run / layout.RECIPE)
+    # Comments refer to other keys of the recipe.
+    nodes = recipe.mapped(lambda node: dataclasses.replace(node, comments={})).value
     encoder = next(key for key in ENCODERS if key in nodes and nodes[key].value is not None)
     modules = [("compute_features", recognizer.compute_features), ("normalize", recognizer.normalize),
                ("CNN", recognizer.frontend), (encoder, recognizer.encoder), ("ctc_lin", recognizer.head)]
-    parts = [Part(key, module, nodes[key]) for key, module in modules if module is not None]
-    for part in parts:
-        for node in part.node.walk():
-            node.comments = {}  # they refer to other keys of the recipe
-        if isinstance(part.module, TransformerASR) and isinstance(part.node.value, dict):
-            part.node.value["num_decoder_layers"] = from_python(0, "num_decoder_layers")  # CTC needs no decoder
+    parts = [Part(key, module, _definition(module, nodes[key])) for key, module in modules if module is not None]
     text = _recipe(parts, recognizer, sample_rate, blank_id, name)
     (folder / layout.RECIPE).write_text(text, encoding="utf-8")
     try:
@@ -119,6 +117,13 @@ def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer,
     (folder / layout.TOKENIZER).write_bytes(tokenizer.processor.serialized_model_proto())
     disk.link_or_copy(folder / layout.WEIGHTS, folder / "model.ckpt")
     disk.link_or_copy(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")
+
+
+def _definition(module: Any, node: Node) -> Node:  # of any class
+    """The node that a module was built from, without a decoder, which CTC needs none of."""
+    if not isinstance(module, TransformerASR) or not isinstance(node.value, dict):
+        return node
+    return dataclasses.replace(node, value={**node.value, "num_decoder_layers": from_python(0, "num_decoder_layers")})
 
 
 def _recipe(parts: list[Part], recognizer: Recognizer, sample_rate: int, blank_id: int, name: str) -> str:
