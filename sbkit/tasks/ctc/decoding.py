@@ -14,15 +14,15 @@ from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.recognise.decoding import Search
+from sbkit.tasks.recognise.decoding import Decoding
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.search import options
 
 
-class CTCDecoding:
+class CTCDecoding(Decoding):
     """Decodes scores [B, T, V] of the CTC head."""
 
-    search_class: ClassVar[type[TokenSearch]] = BeamSearch
+    search_class: ClassVar[type[TokenSearch] | None] = BeamSearch
 
     def __init__(self, recognizer: Recognizer, keys: CTCKeys):
         self.recognizer = recognizer
@@ -40,9 +40,6 @@ class CTCDecoding:
 
     def greedy(self, scores: Tensor, frames: Tensor) -> list[TokenSpans]:
         return greedy(scores, frames, blank_id=self.keys.blank_index)
-
-    def complete(self, search: Search) -> None:
-        """A search over CTC needs nothing of the model."""
 
     def joint_search(self, request: EvaluateRequest) -> JointSearch:
         arguments = options(request, self.keys)

@@ -131,6 +131,9 @@ class Transcriber:
         search = self.keys.decoder
         arguments = options(request, self.keys)
         if arguments:
+            if self.decoding.search_class is None:
+                option = next(iter(arguments)).replace("_", "-").removesuffix("s")  # --hot-word fills hot_words
+                raise SbkitError(f"the model has no search that takes --{option}", hint="leave it out")
             search = self.decoding.search_class(self.keys.tokenizer, blank_id=self.keys.blank_index, **arguments)
         if search is not None:
             self.complete(search)
@@ -141,7 +144,7 @@ class Transcriber:
 
         chunk : milliseconds; None is the whole utterance
         """
-        nbest = 1 if self.search is None else self.search.nbest
+        nbest = getattr(self.search, "nbest", 1)  # a recipe's own search may give one transcript only
         if nbest > 1 and chunk[0] is not None:
             raise SbkitError("--nbest lists the transcripts of the first size of --chunk, but a stream has only one",
                              hint="name whole first, as in --chunk whole,320, or leave out --nbest")

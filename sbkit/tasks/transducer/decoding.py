@@ -12,7 +12,7 @@ from sbkit.decode.transducer import TransducerSearch
 from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
-from sbkit.tasks.recognise.decoding import Search
+from sbkit.tasks.recognise.decoding import Decoding, Search
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.transducer.keys import TransducerKeys
 from sbkit.tasks.transducer.search import TorchJoint
@@ -21,10 +21,10 @@ StatesAndCTC = tuple[Tensor, Tensor | None]
 """The encoder's states as they are joined [B, T, J], and the scores of the CTC head [B, T, V] if there is one."""
 
 
-class TransducerDecoding:
+class TransducerDecoding(Decoding):
     """Decodes states [B, T, J] that are joined with those of the tokens so far."""
 
-    search_class: ClassVar[type[TokenSearch]] = TransducerBeam
+    search_class: ClassVar[type[TokenSearch] | None] = TransducerBeam
 
     def __init__(self, recognizer: Recognizer, keys: TransducerKeys):
         self.recognizer = recognizer

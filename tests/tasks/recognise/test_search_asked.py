@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 import torch
 from letters import Letters
+from speechbrain.core import Stage
 
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
+from sbkit.decode.greedy import greedy
+from sbkit.decode.token_search import Hypothesis
+from sbkit.errors import SbkitError
+from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.tasks.ctc.decoding import CTCDecoding
 from sbkit.tasks.recognise import search as search_asked
+from sbkit.tasks.recognise.decoding import Decoding
 from sbkit.tasks.recognise.transcriber import Transcriber
 from sbkit.tasks.recognise.transcripts import TranscribedUtterance
 from tests.decode import exhaustive
@@ -54,3 +60,53 @@ def test_processes_begin_where_there_is_work_and_room_for_them(arpa, monkeypatch
     with search_asked.search_processes(search, utterances):
         assert search.workers == expected
     assert search.workers == 0
+
+
+class BestTokens(Decoding):
+    """The decoding of a loss that has no search, and no attention decoder."""
+
+    def scores(self, encoded):
+        return encoded
+
+    def search_input(self, scores):
+        return scores
+
+    def greedy(self, scores, frames):
+        return greedy(scores, frames)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"beam": 4}, "the model has no search that takes --beam; leave it out"),
+    ({"hot_words": ["ab"]}, "the model has no search that takes --hot-word; leave it out"),
+    ({"joint": True}, "the model has no attention decoder, so it can't use --joint; leave it out")])
+def test_a_loss_without_a_search_refuses_one(options, message, tmp_path):
+    keys = SimpleNamespace(decoder=None, tokenizer=PIECES, blank_index=0, corpus=SimpleNamespace(text=str))
+    transcriber = Transcriber(SimpleNamespace(), keys, BestTokens())
+    with pytest.raises(SbkitError, match=message):
+        transcriber.use_search(EvaluateRequest(tmp_path, **options))
+
+
+class Smoothed:
+    """A search of a recipe's own."""
+
+    tokenizer = None
+
+    def decode(self, scores, frames):
+        return [[Hypothesis(self.tokenizer.decode([1]), 0.0, 0.0, spans)] for spans in greedy(scores, frames)]
+
+
+def test_a_loss_needs_no_more_than_its_scores_for_a_search_of_the_recipe():
+    keys = SimpleNamespace(decoder=Smoothed(), tokenizer=PIECES, blank_index=0)
+    transcriber = Transcriber(SimpleNamespace(), keys, BestTokens())
+    batch = SimpleNamespace(weight=1.0, ids=["one"], texts=["a"])
+    (row,) = transcriber.rows(torch.randn(1, 5, 5).log_softmax(-1), torch.tensor([5]), batch, Stage.TEST)
+    assert row.hypothesis == "a"
+
+
+def test_a_decoding_that_lacks_something_is_refused_when_it_is_made():
+    class Incomplete(Decoding):
+        def scores(self, encoded):
+            return encoded
+
+    with pytest.raises(TypeError, match=r"greedy.*search_input"):
+        Incomplete()
