@@ -166,8 +166,11 @@ def update_bytes(brain: Task) -> int:
 
 
 def states_per_parameter(opt_class: object) -> int:
-    """How many numbers the optimizer stores per parameter."""
+    """How many numbers the optimizer stores per parameter: what its class says, or else torch's by name."""
     inner, given = unwrapped(opt_class)
+    declared: int | None = getattr(inner, "states_per_parameter", None)
+    if declared is not None:
+        return declared
     name = getattr(inner, "__name__", "")
     return 1 if name == "SGD" and given.get("momentum") else _STATES.get(name, 2)
 

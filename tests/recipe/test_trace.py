@@ -219,6 +219,11 @@ def test_optimizers_differ_in_what_they_keep():
     assert states_per_parameter(partial(partial(torch.optim.SGD, momentum=0.9), lr=1)) == 1
     assert states_per_parameter(torch.optim.SGD) == 0
 
+    class Three(torch.optim.Optimizer):
+        states_per_parameter = 3
+
+    assert states_per_parameter(partial(Three, lr=1)) == 3
+
 
 @pytest.mark.slow
 def test_a_pretrained_encoder_of_speechbrains_is_placed_and_pointed_to_the_recipe_for_one(tmp_path):
