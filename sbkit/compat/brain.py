@@ -148,11 +148,11 @@ class Brain(sb.core.Brain):
         scaling = precision.Scaled(self.scaler, device) if self.scaler.is_enabled() else precision.Unscaled(device)
         parts_of_trainer: dict[str, Any] = {
             "hooks": BrainHooks(self), "device": device, "state": self.train_state, "freezing": freezing,
-            "generators": self._rng, "precision": scaling, "average": self.keys.average}
+            "generators": self._rng, "precision": scaling, "moving_average": self.keys.moving_average}
         self.trainer = ScriptTrainer(self, self._overridden, **parts_of_trainer) if self._overridden else \
             Trainer(**parts_of_trainer)
         self._factors: dict[str, float] = {}
-        extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.average,
+        extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.moving_average,
                  "scaler": self.scaler if self.scaler.is_enabled() else None}
         for name, obj in extra.items():
             if obj is not None and self.checkpointer is not None:
@@ -252,7 +252,8 @@ class Brain(sb.core.Brain):
                 saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
                 optimizer = unwrapped(self.opt_class)[0]
                 unshardable = {
-                    "a recipe's own fit_batch": "fit_batch" in self._overridden, "ema": trainer.average is not None,
+                    "a recipe's own fit_batch": "fit_batch" in self._overridden,
+                    "ema": trainer.moving_average is not None,
                     "freeze with a number of steps": bool(trainer.freezing.unfreeze_steps),
                     "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
                     f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
@@ -499,7 +500,7 @@ class Brain(sb.core.Brain):
         colour = self.tqdm_barcolor[stage.name.lower()] or None
         display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
         gathered = trainer.parallel.gathered()
-        averaged = contextlib.nullcontext() if trainer.average is None else trainer.average.swapped()
+        averaged = contextlib.nullcontext() if trainer.moving_average is None else trainer.moving_average.swapped()
         self.modules.eval()
         # Also layers that only ``hparams`` holds: many recipes leave ``normalize`` out of ``modules``. Its statistics
         # would include dev data, and ranks with shares of different sizes would wait for each other in it.
@@ -550,11 +551,11 @@ class Brain(sb.core.Brain):
     @property
     def avg_train_loss(self) -> float:
         """The mean training loss of the epoch so far, over all ranks; reading it waits for the device."""
-        return self.trainer.average_loss()
+        return self.trainer.mean_loss()
 
     @avg_train_loss.setter
     def avg_train_loss(self, value: float) -> None:
-        self.train_state.average.set(float(value))
+        self.train_state.mean_loss.set(float(value))
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:

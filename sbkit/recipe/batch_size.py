@@ -64,7 +64,7 @@ def result_file(model: list[Any], keys: TaskKeys, precision: str, device: torch.
         model, torch.cuda.get_device_name(device) if cuda else device.type, precision, torch.__version__,
         str(keys.activation_checkpointing), {name: vars(keys).get(name) for name in ("sample_rate", *own)},
         str(unwrapped(keys.opt_class)[0]),
-        keys.average is not None, *([permanently_frozen(keys.freeze)] if keys.freeze else []),
+        keys.moving_average is not None, *([permanently_frozen(keys.freeze)] if keys.freeze else []),
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_folder() / "tune" / f"{key}.json"

@@ -162,7 +162,7 @@ def update_bytes(brain: Task) -> int:
     their norm too."""
     trained = sum(p.numel() * p.element_size() for p in brain.modules.parameters() if p.requires_grad)
     return 2 * trained * (2 + states_per_parameter(vars(brain.hparams).get("opt_class")) +
-                          (brain.keys.average is not None))
+                          (brain.keys.moving_average is not None))
 
 
 def states_per_parameter(opt_class: object) -> int:
@@ -254,7 +254,7 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
     parameters = {id(p): p for root in owned.roots.values() for p in root.parameters()}.values()
     trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     held = sum(t.numel() * t.element_size() for root in owned.roots.values() for t in root.state_dict().values())
-    copies = 1 + states_per_parameter(hparams.get("opt_class")) + (traced.keys.average is not None)
+    copies = 1 + states_per_parameter(hparams.get("opt_class")) + (traced.keys.moving_average is not None)
     weights = held + trained * copies + WORKSPACE
     cost = count(traced, owned, precision, float(batch_seconds), typical)
     hours = None if measured is None else (measured.planned or measured.step_seconds / measured.batch_seconds) * 100

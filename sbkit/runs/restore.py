@@ -104,7 +104,7 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
     checkpointer = brain.checkpointer
     checkpointer.recoverables = {name: obj for name, obj in checkpointer.recoverables.items()
                                  if isinstance(obj, _WEIGHTS)}
-    brain.trainer.average = None  # its averages become the modules' own weights
+    brain.trainer.moving_average = None  # its averages become the modules' own weights
     brain.modules.eval()
     return brain
 

@@ -132,7 +132,7 @@ class Task(Brain):
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
         for clash in self.keys.clashes():
             raise SbkitError(clash.message, hint=clash.hint)
-        if self.trainer.average is not None and self.keys.tested_weights.average.several:
+        if self.trainer.moving_average is not None and self.keys.tested_weights.average.several:
             raise SbkitError("ema and average_checkpoints both average weights",
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
         for part in self.corpus_parts:

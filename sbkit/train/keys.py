@@ -51,7 +51,7 @@ class TrainKeys(Keys):
                 yield Problem("loggers", error.message.removeprefix("loggers: "), error.hint or "")
 
     @property
-    def average(self) -> Any:  # an EMA, as above
+    def moving_average(self) -> Any:  # an EMA, as above
         """The moving average of the weights; None if the recipe has none, or one that is switched off."""
         if self.ema is not None and not hasattr(self.ema, "decay"):
             raise SbkitError(f"ema is {self.ema!r}, not an EMA", hint="write !new:sbkit.train.averaging.EMA")

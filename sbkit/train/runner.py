@@ -63,12 +63,12 @@ class Eager:
 
     updates = 1
 
-    def __init__(self, hooks: Hooks, parallel: Single, precision: Unscaled, average: EMA | None, times: StepTimes,
-                 device: torch.device):
+    def __init__(self, hooks: Hooks, parallel: Single, precision: Unscaled, moving_average: EMA | None,
+                 times: StepTimes, device: torch.device):
         self.hooks = hooks
         self.parallel = parallel
         self.precision = precision
-        self.average = average
+        self.moving_average = moving_average
         self.times = times
         self.device = device
         self.nodes: dict[str, int] = {}
@@ -96,8 +96,8 @@ class Eager:
         What the host alone knows of an update is counted here, so that the rest can be captured.
         """
         optimizers = self.hooks.optimizers()
-        if self.average is not None:
-            self.average.count_update()
+        if self.moving_average is not None:
+            self.moving_average.count_update()
         return optimizers, write_rates(optimizers, self.device)
 
     def take_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor:
@@ -134,8 +134,8 @@ class Eager:
         skipped, failed : 1 if it changed nothing, and if that is because something was not finite
         """
         self.precision.adjust(failed)
-        if self.average is not None:
-            self.average.update(skipped)
+        if self.moving_average is not None:
+            self.moving_average.update(skipped)
 
     @contextlib.contextmanager
     def keeping_frozen(self, optimizers: Sequence[Optimizer]) -> Iterator[list[Tensor]]:
@@ -156,7 +156,7 @@ class Eager:
         """Return the tensors that an update writes, besides weights and their gradients."""
         states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
                   if isinstance(value, Tensor)]
-        averages = [] if self.average is None else self.average.tensors()
+        averages = [] if self.moving_average is None else self.moving_average.tensors()
         return [*states, *averages, *self.precision.tensors()]
 
     def reset(self) -> None:

@@ -32,7 +32,7 @@ class TrainState:
     """When this epoch's training began by the monotonic clock, as if it had never been stopped."""
     last_batch: int | None = None
     """The number of the epoch's last micro-batch, if known."""
-    average: Mean = field(default_factory=Mean)
+    mean_loss: Mean = field(default_factory=Mean)
     """The mean training loss of this epoch, over the steps whose values the host has."""
     validates: bool = False
     """Whether a validation follows each epoch."""
@@ -64,22 +64,22 @@ class TrainState:
 
     def end_training(self) -> None:
         """Set the counters to 0 for the validation that follows an epoch's training."""
-        self._trained = (self.step, self.epoch_step, self.average, self.nonfinite_count)
-        self.average = Mean()
+        self._trained = (self.step, self.epoch_step, self.mean_loss, self.nonfinite_count)
+        self.mean_loss = Mean()
         self.step = self.epoch_step = self.nonfinite_count = 0
 
     def back_to_training(self) -> None:
         """Set the counters back to the end of the epoch's training."""
         if self._trained is None:
             raise RuntimeError("no epoch's training has ended")
-        self.step, self.epoch_step, self.average, self.nonfinite_count = self._trained
+        self.step, self.epoch_step, self.mean_loss, self.nonfinite_count = self._trained
 
-    def state_dict(self, average: float) -> dict[str, Any]:
-        """Return SpeechBrain's three keys and what an exact resume needs; ``average`` is the mean loss so far."""
+    def state_dict(self, mean_loss: float) -> dict[str, Any]:
+        """Return SpeechBrain's three keys and what an exact resume needs; ``mean_loss`` is that of the epoch so far."""
         return {
-            "step": self.step, "avg_train_loss": average, "optimizer_step": self.optimizer_step,
+            "step": self.step, "avg_train_loss": mean_loss, "optimizer_step": self.optimizer_step,
             "epochs": self.epochs, "epoch_step": self.epoch_step, "epoch_steps": self.epoch_steps,
-            "loss_sums": [self.average.total, self.average.count],
+            "loss_sums": [self.mean_loss.total, self.mean_loss.count],
             "nonfinite_count": self.nonfinite_count, "graph_changes": self.graph_changes,
             "train_seconds": time.monotonic() - self.began,
         }
@@ -94,8 +94,8 @@ class TrainState:
         self.epoch_steps = here.get("epoch_steps")
         self.nonfinite_count = here.get("nonfinite_count", 0)
         self.began = time.monotonic() - here.get("train_seconds", 0.0)
-        self.average.set(float(here["avg_train_loss"]))
-        self.average.total, self.average.count = here.get("loss_sums", (0.0, 0.0))
+        self.mean_loss.set(float(here["avg_train_loss"]))
+        self.mean_loss.total, self.mean_loss.count = here.get("loss_sums", (0.0, 0.0))
 
 
 def state_view(name: str) -> property:

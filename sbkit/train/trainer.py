@@ -76,14 +76,14 @@ class Trainer:
     freezing : which parameters train, by the number of steps
     generators : the random number generators, as restored from a checkpoint
     precision : whether and how losses are scaled
-    average : a moving average of the weights, if the run keeps one
+    moving_average : a moving average of the weights, if the run keeps one
     """
 
     def __init__(self, hooks: Hooks, device: torch.device, state: TrainState, freezing: Freezing,
-                 generators: rng.RngState, precision: Unscaled, average: EMA | None = None):
+                 generators: rng.RngState, precision: Unscaled, moving_average: EMA | None = None):
         self.hooks, self.device, self.state, self.freezing = hooks, device, state, freezing
         self.modules = hooks.modules
-        self.precision, self.average = precision, average
+        self.precision, self.moving_average = precision, moving_average
         self.times = StepTimes(device)
         self.buffers = Buffers(self.modules)
         self.signals: StopSignals | None = None
@@ -103,7 +103,7 @@ class Trainer:
         hooks = self.hooks
         self.parallel = parallel
         runner = Eager if hooks.updates_weights else GradientsOnly
-        eager = runner(hooks, parallel, self.precision, self.average, self.times, self.device)
+        eager = runner(hooks, parallel, self.precision, self.moving_average, self.times, self.device)
         self.eager, self.runner = eager, eager
         if eager.updates and graphs.wanted(self.device, self.settings.graphs):
             self.runner = Captured(eager)
@@ -236,7 +236,7 @@ class Trainer:
         with progress:
             self.take_steps(self._micro_batches(batches, progress), progress, train_set, epoch)
             self.take_results(wait=True)
-            progress.show(state.average.known(), self.learning_rate)
+            progress.show(state.mean_loss.known(), self.learning_rate)
 
         guard.poll(wait=True)  # before a model that learnt from an invalid label is saved
         hooks.zero_gradients()
@@ -246,7 +246,7 @@ class Trainer:
             # Saved if a signal arrives or an error before the epoch ends: a resumed run then repeats what follows, from
             # ``on_stage_end`` on, with the same random numbers. Of a sharded model this would take a complete save.
             hooks.hold_checkpoint()
-        loss = self.average_loss()
+        loss = self.mean_loss()
         if not self.trained_anything():
             logger.warning("Nothing was trained in epoch %d: every loss had a count of 0, or was not finite", epoch)
         progress.close(loss, state.optimizer_step, state.began)
@@ -264,7 +264,7 @@ class Trainer:
 
     def trained_anything(self) -> bool:
         """Return whether the epoch so far has trained on something, or had nothing to train on."""
-        return bool(self.state.average.count) or not self.state.epoch_step
+        return bool(self.state.mean_loss.count) or not self.state.epoch_step
 
     def take_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
                    epoch: int) -> None:
@@ -306,8 +306,8 @@ class Trainer:
         if thaws_at is not None and state.optimizer_step >= thaws_at:
             self.freezing.update(state.optimizer_step)
             self.freezing.train()
-            if self.average is not None:
-                self.average.track_trainable()
+            if self.moving_average is not None:
+                self.moving_average.track_trainable()
             self.parallel.reset()
             self.runner.reset()
             state.first_step_checked = False
@@ -325,7 +325,7 @@ class Trainer:
             self.buffers.sync()
         guard.poll()
         if time.monotonic() >= progress.due:
-            progress.show(state.average.known(), self.learning_rate)
+            progress.show(state.mean_loss.known(), self.learning_rate)
 
         if "parameters" in asked and self.parallel.agree_each_time():
             self.runner.reset()
@@ -415,7 +415,7 @@ class Trainer:
             extras = dict(zip(arrived.names, pairs, strict=False))
             result = StepResult(total, count, norm, skipped > 0, scale, sum_scale, extras, arrived.batches,
                                 number=arrived.number, late=late)
-            self.state.average.add(result.total, result.count)
+            self.state.mean_loss.add(result.total, result.count)
             if self._progress is not None:
                 self._progress.step(result)
             self.hooks.close_step(result)
@@ -441,9 +441,9 @@ class Trainer:
                 f"the {what} of {state.nonfinite_count} steps of this epoch was not finite",
                 hint="see the reports above; nonfinite_patience sets how many are allowed"))
 
-    def average_loss(self) -> float:
+    def mean_loss(self) -> float:
         """Return the mean training loss of the epoch so far, over all ranks; waits for the device."""
-        return self.state.average.value(arrived.values.numpy().tolist()[4:6] for arrived in self._arriving)
+        return self.state.mean_loss.value(arrived.values.numpy().tolist()[4:6] for arrived in self._arriving)
 
     # ------------------------------------------------------------ saving and leaving
 
@@ -451,7 +451,7 @@ class Trainer:
         """Save a checkpoint in the middle of the epoch, after recording all steps so far."""
         self.take_results(wait=True)
         if self._progress is not None:
-            self._progress.show(self.state.average.known(), self.learning_rate)
+            self._progress.show(self.state.mean_loss.known(), self.learning_rate)
         guard.poll(wait=True)  # raises now if a label was invalid, so that nothing learnt from it is saved
         self.buffers.detect_changes()
         self.hooks.write_checkpoint()

@@ -442,7 +442,7 @@ CASES = {
     "accelerate": (False, True, layers),
     "tf32": (False, True, lambda made: made.brain() and torch.get_float32_matmul_precision()),
     "graphs": (None, False, captures),
-    "ema": (None, AVERAGED["ema"], lambda made: made.brain().trainer.average is not None),
+    "ema": (None, AVERAGED["ema"], lambda made: made.brain().trainer.moving_average is not None),
     "fsdp": (None, True, wrapped, AVERAGED),
     "activation_checkpointing": (None, "ConformerEncoderLayer", layers),
     "freeze": (None, {"CNN": True}, weights),

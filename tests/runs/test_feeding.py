@@ -26,7 +26,7 @@ def manifest(request, tmp_path_factory):
 def test_workers_that_cannot_keep_up_are_named_with_what_helps(manifest, caplog, monkeypatch):
     loader = TrainLoader(manifest, None, Plan(manifest.durations, Batching(500, 4000)), workers=2, world=8)
     brain = SimpleNamespace(precision="bf16", modules=torch.nn.ModuleDict(), hparams=SimpleNamespace(),
-                            keys=SimpleNamespace(average=None), captures_steps=False)
+                            keys=SimpleNamespace(moving_average=None), captures_steps=False)
 
     def warned(kernels, limits):
         monkeypatch.setattr(flops, "run", lambda brain, utterances, *_: SimpleNamespace(kernels=kernels(utterances)))

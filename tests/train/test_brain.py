@@ -584,8 +584,8 @@ def test_moving_averages_are_used_in_evaluation_only():
     toy.compute_forward = lambda batch, stage: (seen.append(model[0].weight.detach().clone()), compute(batch, stage))[1]
     toy.fit(range(1, 2), ToyTrainLoader(3), ToyEvalLoader(2))
     trained, evaluated = model[0].weight.detach(), seen[-1]
-    assert toy.trainer.average.updates == 3 and not torch.equal(trained, evaluated)
-    torch.testing.assert_close(evaluated, toy.trainer.average.state_dict()["weights"]["0.weight"])
+    assert toy.trainer.moving_average.updates == 3 and not torch.equal(trained, evaluated)
+    torch.testing.assert_close(evaluated, toy.trainer.moving_average.state_dict()["weights"]["0.weight"])
 
 
 # ------------------------------------------------------------------ what it leaves out

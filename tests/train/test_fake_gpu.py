@@ -95,7 +95,8 @@ def step_on_fake_tensors(*args, **overrides):
             brain.max_grad_norm = 5.0
             scaling = precision.Scaled(brain.scaler, CUDA) if brain.scaler.is_enabled() else precision.Unscaled(CUDA)
             own = brain.trainer
-            loop = Trainer(own.hooks, CUDA, brain.train_state, own.freezing, rng.RngState(), scaling, own.average)
+            loop = Trainer(own.hooks, CUDA, brain.train_state, own.freezing, rng.RngState(), scaling,
+                           own.moving_average)
             assert loop.train_step((batch.to(CUDA), batch.last) for batch in batches)
 
 

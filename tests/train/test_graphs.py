@@ -76,7 +76,8 @@ def test_a_captured_step_has_few_launches_and_waits_for_nothing(options, on_a_fa
 def counters(toy):
     """What the host knows of a run, and where the device's random numbers are."""
     turns = [kept.get("turn") for kept in toy.optimizer.state.values()]
-    return (toy.optimizer_step, turns, toy.trainer.average and toy.trainer.average.updates, toy.nonfinite_count,
+    average = toy.trainer.moving_average
+    return (toy.optimizer_step, turns, average and average.updates, toy.nonfinite_count,
             torch.cuda.get_rng_state().tolist())
 
 

@@ -224,8 +224,8 @@ def test_a_step_reads_no_number_that_changes_from_the_host(tmp_path, monkeypatch
             for holder, name in PARTS if run == "frozen" else ():
                 patch.setattr(holder, name, frozen.of(getattr(holder, name)))
             brain = trained(HostSyncs(), brain_class, tmp_path / run, patch, precision=precision, **FLAGSHIP)
-        ends.append({**brain.modules.state_dict(),
-                     **{f"ema {name}": value for name, value in brain.trainer.average.state_dict()["weights"].items()}})
+        averages = brain.trainer.moving_average.state_dict()["weights"]
+        ends.append({**brain.modules.state_dict(), **{f"ema {name}": value for name, value in averages.items()}})
     assert {"optimizer_step", "numbers", "lr", "updates", "turn"} <= frozen.changed
     unlike = [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
     assert bool(unlike) == (brain_class is ReadsItsStep), unlike

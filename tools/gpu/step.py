@@ -74,7 +74,7 @@ def steps(bench: Bench, name: str, utterances: int, graphs: bool) -> dict[str, A
         losses = []
         for _ in range(STEPS):
             step()
-            losses.append(trainer.average_loss())
+            losses.append(trainer.mean_loss())
             trainer.take_results(wait=True)
         found: dict[str, Any] = {"how": "as graphs" if graphs else "as they are", "losses": losses,
                                  "nodes": trainer.runner.nodes, "kernels": [], "busy_ms": None, "launches": None,
