@@ -134,9 +134,16 @@ class EMA:
         self._weight = DeviceNumbers([1.0])  # of the present parameters
         self._swapped = False
 
+    def weight(self, updates: int) -> float:
+        """Return the weight of the present parameters in the next average, after so many updates.
+
+        Another moving average derives from this class and overrides this.
+        """
+        return 1.0 - min(self.decay, (1 + updates) / (10 + updates))
+
     def count_update(self) -> None:
         """Count an update, and write its weight to the device; called before an ``update`` with ``skipped``."""
-        self._weight.write([1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))])
+        self._weight.write([self.weight(self.updates)])
         self.updates += 1
 
     @torch.no_grad()

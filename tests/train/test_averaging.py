@@ -5,7 +5,7 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.score.weights import Mean
-from sbkit.train.averaging import EMA, averaged_state
+from sbkit.train.averaging import EMA, averaged_state, load_average
 from sbkit.train.checkpoint import Checkpointer
 
 
@@ -94,6 +94,36 @@ def test_moving_average_is_the_formula(tmp_path):
     for name, value in expected.items():
         torch.testing.assert_close(weights[name].double(), value, rtol=1e-5, atol=1e-6)
     assert torch.equal(weights["1.running_mean"], net[1].running_mean)
+
+
+class Uniform(EMA):
+    """The mean of the parameters after each step."""
+
+    def weight(self, updates):
+        return 1 / (1 + updates)
+
+
+def test_another_moving_average_overrides_the_weight_alone(tmp_path):
+    net = model()
+    average = Uniform(net)
+    seen = []
+    for _ in range(6):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.normal_()
+        seen.append(net[0].weight.detach().clone())
+        average.update()
+    expected = torch.stack(seen).mean(0)
+    with average.swapped():
+        torch.testing.assert_close(net[0].weight.detach(), expected)
+
+    Checkpointer(tmp_path, {"model": net, "ema": average}).save_checkpoint()
+    again = Uniform(net)
+    shelf = Checkpointer(tmp_path, {"model": net, "ema": again})
+    shelf.recover_if_possible()
+    assert again.updates == 6 and torch.equal(again.tensors()[0], average.tensors()[0])
+    load_average(shelf, Mean(1))
+    torch.testing.assert_close(net[0].weight.detach(), expected)
 
 
 def test_half_precision_parameters_are_averaged_in_full():
