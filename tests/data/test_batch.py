@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import tensors_by_field
 from speechbrain.dataio.batch import PaddedData
 
 from sbkit.data.batch import STAND_IN, Batch, DevicePrefetcher, stand_in
@@ -57,6 +60,12 @@ def test_a_new_field_is_moved_repeated_and_copied_to_graphs_like_the_others():
     assert it.repeated(2).mark.tolist() == [0, 1, 2, 0, 1, 2]
     assert any(tensor is it.mark for tensor in it.tensors())
     assert any(tensor is it.marks["more"].lengths for tensor in it.tensors())
+
+
+def test_each_field_with_tensors_is_on_the_page_about_batches():
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
+    section = page.partition("## A batch\n")[2].partition("\n## ")[0]
+    assert set(tensors_by_field(batch())) <= set(re.findall(r"`(\w+)`", section))
 
 
 def test_is_speechbrains_padded_data_when_asked():
