@@ -51,13 +51,14 @@ class SavedNames:
         return node is not None and (id(node) in self._modules
                                      or any(id(inner) in self._modules for _, inner in _inside(node)))
 
-    def averaged(self, name: str) -> bool:
+    def is_moving_average(self, name: str) -> bool:
         """Whether this is a moving average."""
         return name == "ema" and _argument(self._ema, "module", 0) is not None
 
     def named(self, name: str, state: Mapping[str, V]) -> dict[str, V]:
         """Rename a state's tensors to the recipe's names."""
-        node, before = _within(_argument(self._ema, "module", 0) if self.averaged(name) else self._saved.get(name))
+        saved = _argument(self._ema, "module", 0) if self.is_moving_average(name) else self._saved.get(name)
+        node, before = _within(saved)
         return self._named(node, name, {key.removeprefix(before): value for key, value in state.items()})
 
     def _named(self, node: Node | None, name: str, state: Mapping[str, V]) -> dict[str, V]:

@@ -128,14 +128,16 @@ class WeightSource:
             found = next(iter(parts.values())) if len(parts) == 1 else \
                 {f"{name}.{key}": value for name, state in parts.items() for key, value in state.items()}
         else:
-            found = {full: value for name, state in states.items() if not self.names.averaged(name)
+            found = {full: value for name, state in states.items() if not self.names.is_moving_average(name)
                      for full, value in self._named(name, state, shapes).items()}
             alone = not found
-            for name in filter(self.names.averaged, states):  # it replaces the weights that were averaged
-                kept = states[name]
-                inside = weights_in(kept)  # the same if it is the mean of several
-                mean = self._named(name, inside if inside is kept or kept["updates"] else {}, shapes)
-                found |= {full: value for full, value in mean.items() if alone or full in found}
+            for name in filter(self.names.is_moving_average, states):  # it replaces the weights that were averaged
+                state = states[name]
+                weights = weights_in(state)  # the state itself if it is an average of several
+                if weights is not state and not state["updates"]:
+                    weights = {}
+                moving = self._named(name, weights, shapes)
+                found |= {full: value for full, value in moving.items() if alone or full in found}
         return {name: value.to("meta") for name, value in found.items()} if shapes else found
 
     def lora_scale(self, layer: str) -> float | None:
@@ -163,7 +165,7 @@ class WeightSource:
         assert self.names is not None
         own = {key: value for key, value in state.items() if key != BASE}
         found = self.names.named(name, own)
-        if BASE in state and not self.names.averaged(name):
+        if BASE in state and not self.names.is_moving_average(name):
             hashed = state[BASE]
             folders = [self.files[name].parent.parent, Path(self.names.base_folder(name))]
             path = next((file for folder in folders if (file := base_file(folder, hashed)).is_file()), None)
@@ -359,7 +361,7 @@ def _refuse_damaged(path: Path) -> None:
 def _saved(description: str, chosen: Checkpoint, tree: Node, checkpointer: Checkpointer) -> WeightSource:
     names = SavedNames(tree, tree.at("checkpointer", "recoverables") or {})
     files = {name: Path(path) for name, path in chosen.paramfiles.items() if names.is_module(name) or
-             names.averaged(name)}
+             names.is_moving_average(name)}
     if not files:
         raise SbkitError(f"init_from: {chosen.path} has no weights that its recipe names under modules")
     roles = {role: place for role in _SPECIAL if isinstance(place := tree.at(f"{role}_index"), int)}
