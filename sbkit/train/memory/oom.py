@@ -1,4 +1,4 @@
-"""Memory that runs out: how to recognise such an error, and the message for the user."""
+"""Memory that runs out: what such an error looks like, and the message for the user."""
 
 from __future__ import annotations
 
