@@ -41,7 +41,9 @@ class Discriminator(nn.Module):
     def forward(self, signals: Tensor, samples: Tensor) -> DiscriminatorOutput:
         spectrum = torch.stft(signals, self.size, self.hop, window=self.window, center=True, pad_mode="constant",
                               return_complex=True)
-        count, states, frames = samples // self.hop + 1, [], []
+        count = samples // self.hop + 1
+        states = []
+        frames = []
         x = _masked(torch.stack([spectrum.real, spectrum.imag], 1).transpose(2, 3), count)  # [B, 2, N, bins]
         for layer, (stride, _) in zip(self.layers, _STRIDES, strict=True):
             count = (count - 1) // stride + 1
@@ -67,36 +69,38 @@ class Discriminators(nn.Module):
         return len(self.each)
 
     def forward(self, signals: Tensor, samples: Tensor) -> list[DiscriminatorOutput]:
-        return [each(signals, samples) for each in self.each]
+        return [discriminator(signals, samples) for discriminator in self.each]
 
     def generator_losses(self, decoded: Tensor, recording: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the codec's adversarial loss [B] and its feature matching loss [B], from waveforms [B, S].
 
         The discriminators' own parameters get no gradients from it.
         """
-        parameters = {name: each.detach() for name, each in self.named_parameters()}
-        ours = torch.func.functional_call(self, parameters, (decoded, samples))
+        parameters = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        of_decoded = torch.func.functional_call(self, parameters, (decoded, samples))
         with torch.no_grad():
-            theirs = self(recording, samples)
+            of_recording = self(recording, samples)
         zeros = decoded.new_zeros(len(decoded))
-        loss = sum((frame_mean(functional.relu(1 - one.scores), one.frames[-1]) for one in ours), zeros)
+        loss = sum((frame_mean(functional.relu(1 - output.scores), output.frames[-1]) for output in of_decoded), zeros)
         distance = zeros
-        for one, other in zip(ours, theirs, strict=True):
-            for state, target, frames in zip(one.states, other.states, one.frames, strict=True):
-                distance = distance + frame_mean((state - target).abs().mean(1), frames) / len(one.states)
+        for output, target_output in zip(of_decoded, of_recording, strict=True):
+            for state, target, frames in zip(output.states, target_output.states, output.frames, strict=True):
+                distance = distance + frame_mean((state - target).abs().mean(1), frames) / len(output.states)
         return loss / len(self), distance / len(self)
 
     def discriminator_loss(self, decoded: Tensor, recording: Tensor, samples: Tensor) -> Tensor:
         """Compute the discriminators' own loss [B], with gradients for their parameters only."""
         loss = decoded.new_zeros(len(decoded))
-        for one, other in zip(self(decoded.detach(), samples), self(recording, samples), strict=True):
-            errors = functional.relu(1 + one.scores) + functional.relu(1 - other.scores)
-            loss = loss + frame_mean(errors, one.frames[-1])
+        of_decoded = self(decoded.detach(), samples)
+        of_recording = self(recording, samples)
+        for fake, real in zip(of_decoded, of_recording, strict=True):
+            errors = functional.relu(1 + fake.scores) + functional.relu(1 - real.scores)
+            loss = loss + frame_mean(errors, fake.frames[-1])
         return loss / len(self)
 
     def idle(self) -> Tensor:
         """Return a zero that depends on all parameters, for steps in which they aren't trained."""
-        return 0.0 * torch.stack([each.sum() for each in self.parameters()]).sum()
+        return 0.0 * torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
 
 
 def _masked(states: Tensor, frames: Tensor) -> Tensor:

@@ -113,10 +113,13 @@ class ResidualVectors(Quantiser):
             [Book(size, entries, code_size) for _ in range(codebooks)])
 
     def forward(self, vectors: Tensor) -> Quantised:
-        residual, codes, penalty = vectors.float(), [], 0.0
+        residual = vectors.float()
+        codes = []
+        penalty = 0.0
         for book in self.books:
             quantised, code, losses = book(residual)
-            residual, penalty = residual - quantised, penalty + losses
+            residual = residual - quantised
+            penalty = penalty + losses
             codes.append(code)
         assert isinstance(penalty, Tensor), "there is a book"
         return Quantised(vectors - residual, torch.stack(codes, -1),

@@ -61,11 +61,12 @@ class CausalConvolutions(nn.Module):
 
     def forward(self, features: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the masks of the next frames of a stream, and the next state."""
-        x, after = self.first_norm(self.first(features)), []
+        x = self.first_norm(self.first(features))
+        next_state = []
         for block, before in zip(self.blocks, state, strict=True):
             x, left = block(x, before)
-            after.append(left)
-        return self.last(self.last_norm(x)), tuple(after)
+            next_state.append(left)
+        return self.last(self.last_norm(x)), tuple(next_state)
 
 
 _EPSILON = 1e-8
@@ -89,9 +90,11 @@ def si_snr(estimates: Tensor, targets: Tensor, lengths: Tensor, max_decibels: fl
     """
     inside = lengths_to_mask(lengths, targets.shape[1])
 
-    estimate, target = ((signals * inside).float() for signals in (estimates, targets))
-    estimate, target = ((signals - signals.sum(1, keepdim=True) / lengths[:, None]) * inside
-                        for signals in (estimate, target))
+    def without_mean(signals: Tensor) -> Tensor:
+        return (signals - signals.sum(1, keepdim=True) / lengths[:, None]) * inside
+
+    estimate = without_mean((estimates * inside).float())
+    target = without_mean((targets * inside).float())
     scale = (estimate * target).sum(1, keepdim=True) / (target.square().sum(1, keepdim=True) + _EPSILON)
     projection = scale * target
     return _ratio(projection, estimate - projection, max_decibels)

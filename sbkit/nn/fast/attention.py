@@ -23,14 +23,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, scale
     k, v : [B, H, S, K]
     bias : [B or 1, H or 1, T or 1, S], boolean (True: take part) or added to the scores
     """
-    drop, exporting = dropout.levels(p, q) if p else 0, torch.compiler.is_exporting()
-    if not drop and not exporting:
+    drop = dropout.levels(p, q) if p else 0
+    is_exporting = torch.compiler.is_exporting()
+    if not drop and not is_exporting:
         fused = padded if q.device.type == "cuda" else functional.scaled_dot_product_attention
         return fused(q, k, v, attn_mask=bias, dropout_p=p, scale=scale)
     if bias is not None and bias.dtype == torch.bool:
         never = torch.finfo(v.dtype).min / 2  # finite: no NaN in rows of padding
         bias = torch.zeros_like(bias, dtype=v.dtype).masked_fill(~bias, never)
-    if exporting:  # runtimes have no kernel for attention that takes every mask and any size
+    if is_exporting:  # runtimes have no kernel for attention that takes every mask and any size
         scores = torch.matmul(q * scale, k.transpose(-1, -2))
         return torch.matmul((scores if bias is None else scores + bias).softmax(-1), v)
     return _Attend.apply(q, k, v, bias, drop, scale)
@@ -42,7 +43,8 @@ def padded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     options : for scaled_dot_product_attention; must have ``scale``, whose default depends on the padded size
     """
     size = v.shape[-1]
-    if missing := -size % HEAD_MULTIPLE:
+    missing = -size % HEAD_MULTIPLE
+    if missing:
         q, k, v = (functional.pad(x, (0, missing)) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, **options)[..., :size]
 
@@ -59,21 +61,23 @@ class _Attend(torch.autograd.Function):
             scores.add_(bias)
         weights = scores.softmax(-1)
         words = dropout.draw(weights.numel())
-        kept = dropout.keep(words, drop, weights)
+        mask = dropout.keep(words, drop, weights)
         ctx.save_for_backward(q, k, v, weights)
         ctx.words, ctx.drop, ctx.scale = words, drop, scale
-        return (dropout.select(weights, kept) @ v).mul_(dropout.factor(drop))
+        return (dropout.select(weights, mask) @ v).mul_(dropout.factor(drop))
 
     @staticmethod
     @without_autocast
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, weights = ctx.saved_tensors
-        grad, kept = grad.contiguous() * dropout.factor(ctx.drop), dropout.keep(ctx.words, ctx.drop, weights)
+        grad = grad.contiguous() * dropout.factor(ctx.drop)
+        mask = dropout.keep(ctx.words, ctx.drop, weights)
         of_dropped = grad @ v.transpose(-1, -2)
-        of_weights = dropout.select(of_dropped, kept, out=of_dropped)
+        of_weights = dropout.select(of_dropped, mask, out=of_dropped)
         of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-        of_v = dropout.select(weights, kept).transpose(-1, -2) @ grad
-        of_q, of_k = (of_scores @ k).mul_(ctx.scale), of_scores.transpose(-1, -2) @ q
+        of_v = dropout.select(weights, mask).transpose(-1, -2) @ grad
+        of_q = (of_scores @ k).mul_(ctx.scale)
+        of_k = of_scores.transpose(-1, -2) @ q
         return of_q, of_k, of_v, of_scores if ctx.needs_input_grad[3] else None, None, None
 
 
@@ -179,7 +183,7 @@ def rotary_attention(mha: Layer, x: Tensor, mask: Tensor | None, table: tuple[Te
         Keys aren't rotated, since only relative positions matter
     """
     heads, size = mha.num_heads, mha.head_dim
-    left, after = 0 if before is None else before[0].shape[1], None
+    left = 0 if before is None else before[0].shape[1]
     qkv = functional.linear(x, mha.in_proj_weight).unflatten(-1, (heads, 3, size))
     cosines, sines = rotary_table(left + x.shape[1], size, qkv.dtype, qkv.device) if table is None else table
     both, v = qkv.split([2, 1], 3)  # whose gradients are joined in one pass
@@ -187,13 +191,18 @@ def rotary_attention(mha: Layer, x: Tensor, mask: Tensor | None, table: tuple[Te
     v = v.squeeze(3)
     if mha.vbias is not None:
         v = (v + mha.value_bias_weight.view(heads, size)).to(k.dtype)  # the weight is fp32 under autocast
+    window: tuple[Tensor, Tensor] | None = None
     if before is not None:
-        after = torch.cat([before[0], qkv[..., 1, :].flatten(2)], 1), torch.cat([before[1], v.flatten(2)], 1)
-        past = _rotated(before[0].unflatten(-1, (heads, size)), cosines[:left, None], sines[:left, None])
-        k, v = torch.cat([past, k], 1), after[1].unflatten(-1, (heads, size))
+        keys_before, values_before = before
+        keys = torch.cat([keys_before, qkv[..., 1, :].flatten(2)], 1)
+        values = torch.cat([values_before, v.flatten(2)], 1)
+        window = keys, values
+        past = _rotated(keys_before.unflatten(-1, (heads, size)), cosines[:left, None], sines[:left, None])
+        k = torch.cat([past, k], 1)
+        v = values.unflatten(-1, (heads, size))
     out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, mha.dropout if mha.training else 0.0,
                  mha.scale)
-    return mha.out_proj(out.transpose(1, 2).flatten(2)), after
+    return mha.out_proj(out.transpose(1, 2).flatten(2)), window
 
 
 class RoPEMHA(attention.RoPEMHA):

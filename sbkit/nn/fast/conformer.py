@@ -34,7 +34,8 @@ def convolve(module: Layer, x: Tensor, mask: Tensor | None = None, chunk: int | 
     x = functional.glu(x, dim=-1)
     if mask is not None:
         x = torch.where(mask, 0.0, x)  # one kernel; masked_fill copies first
-    (b, t, columns), inputs = x.shape, x.transpose(1, 2)
+    b, t, columns = x.shape
+    inputs = x.transpose(1, 2)
     if before is not None:
         inputs = torch.cat([before, inputs], 2)
         out = functional.conv1d(functional.pad(inputs, (0, around)), conv.weight, conv.bias, groups=conv.groups)
@@ -102,12 +103,15 @@ class ConformerEncoderLayer(Conformer.ConformerEncoderLayer):
         pos_embs: Tensor | None = None, dynchunktrain_config: DynChunkTrainConfig | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         mask = None if src_key_padding_mask is None else src_key_padding_mask.unsqueeze(-1)
-        dtype, given = fused.precision(x), x.dtype
-        x = x if dtype is None else x.float()  # residuals are summed in float32
+        input_dtype = x.dtype
+        dtype = fused.precision(x)
+        if dtype is not None:
+            x = x.float()  # residuals are summed in float32
         x = _feed_forward(self.ffn_module1, x, dtype)
         x, weights = _attend(self, x, src_mask, src_key_padding_mask, pos_embs, dtype)
         x = _convolution(self.convolution_module, x, mask, dynchunktrain_config, dtype)
-        return _norm(self.norm2, _feed_forward(self.ffn_module2, x, dtype), dtype and given), weights
+        x = _feed_forward(self.ffn_module2, x, dtype)
+        return _norm(self.norm2, x, None if dtype is None else input_dtype), weights
 
 
 def _norm(module: Layer, x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -122,8 +126,10 @@ def _feed_forward(module: Layer, x: Tensor, dtype: torch.dtype | None) -> Tensor
     parts = None if dtype is None else _parts(module, _NORMS, _FEED_FORWARDS, _DROPOUTS)
     layers = _parts(parts[1].ffn, _LINEAR, _SILUS, _DROPOUTS, _LINEAR) if parts else None
     if dtype is not None and parts and layers and fused.fits(parts[0], x.shape[-1:]):
-        (before, _, outer), (first, _, inner, second) = parts, layers
-        shares, columns = (dropout.share(inner), dropout.share(outer)), x.shape[-1]
+        before, _, outer = parts
+        first, _, inner, second = layers
+        shares = dropout.share(inner), dropout.share(outer)
+        columns = x.shape[-1]
         if None not in shares and first.bias.shape == first.weight.shape[:1] and _gives(columns, second):
             return fused.FeedForwardPart.apply(x, before.weight, before.bias, first.weight, first.bias, second.weight,
                                                second.bias, before.eps, *shares, 0.5, dtype)
@@ -152,14 +158,17 @@ def _fused_attention(mha: Layer, wrapper: Layer, x: Tensor, mask: Tensor | None,
             or mha.in_proj_weight.shape != (3 * columns, columns) or not _gives(columns, mha.out_proj) or t > WIDEST
             or not fused.masks(keys, (b, t)) or not fused.masks(mask, (t, t))):
         return None
-    p, size, norm = mha.dropout if mha.training else 0.0, mha.head_dim, wrapper.norm
+    p = mha.dropout if mha.training else 0.0
     if p and not dropout.levels(p):
         return None
+    size = mha.head_dim
+    norm = wrapper.norm
     table = near = far = None
     if type(mha) is RoPEMHA:
         if size % 2:
             return None
-        table, positions = rotary_table(t, size, torch.float32, x.device), None
+        table = rotary_table(t, size, torch.float32, x.device)
+        positions = None
     else:
         near, far = mha.pos_bias_u.flatten(), mha.pos_bias_v.flatten()
         if type(positions) is not Tensor or positions.shape[:-1] != (1, 2 * t - 1) \
@@ -180,8 +189,11 @@ def _convolution(module: Layer, x: Tensor, mask: Tensor | None, chunks: DynChunk
     """Compute x plus the output of a convolution module, fused if possible."""
     if (dtype is not None and type(module) is ConvolutionModule and not module.causal
             and fused.known(module, module.conv) and fused.fits(module.layer_norm, x.shape[-1:])):
-        first, behind = _parts(module.bottleneck, _CONVOLUTION, _GLU), _parts(module.after_conv, *_AFTER_CONVOLUTION)
-        before, conv, (_, t, columns) = module.layer_norm, module.conv, x.shape
+        first = _parts(module.bottleneck, _CONVOLUTION, _GLU)
+        behind = _parts(module.after_conv, *_AFTER_CONVOLUTION)
+        before = module.layer_norm
+        conv = module.conv
+        _, t, columns = x.shape
         if (first and behind and fused.fits(behind[0], x.shape[-1:]) and _convolves(first[0], 1)
                 and first[0].kernel_size == (1,) and _convolves(conv, columns) and fused.masks(mask, (*x.shape[:2], 1))
                 and _gives(2 * columns, first[0]) and _gives(columns, conv) and _gives(columns, behind[2])):

@@ -81,11 +81,13 @@ class Depthwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, kernel: Tensor, bias: Tensor, around: int, chunk: int) -> Tensor:
-        x, kernel, (b, t, columns) = x.contiguous(), kernel.contiguous(), x.shape
+        b, t, columns = x.shape
+        x = x.contiguous()
+        kernel = kernel.contiguous()
         ctx.grid = triton.cdiv(t, TIME), triton.cdiv(columns, WIDE), b
-        ctx.given = t, columns, chunk, kernel.shape[2], around
+        ctx.sizes = t, columns, chunk, kernel.shape[2], around
         out = torch.empty_like(x)
-        convolve_frames[ctx.grid](x, kernel, bias, out, *ctx.given, BACK=False, TIME=TIME, WIDE=WIDE)
+        convolve_frames[ctx.grid](x, kernel, bias, out, *ctx.sizes, BACK=False, TIME=TIME, WIDE=WIDE)
         ctx.save_for_backward(x, kernel, bias)
         return out
 
@@ -93,35 +95,42 @@ class Depthwise(torch.autograd.Function):
     @_once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, kernel, bias = ctx.saved_tensors
-        grad, of_x, (blocks, _, b) = grad.contiguous(), None, ctx.grid
+        grad = grad.contiguous()
+        blocks, _, b = ctx.grid
+        of_x = None
         if ctx.needs_input_grad[0]:
             of_x = torch.empty_like(x)
-            convolve_frames[ctx.grid](grad, kernel, bias, of_x, *ctx.given, BACK=True, TIME=TIME, WIDE=WIDE)
+            convolve_frames[ctx.grid](grad, kernel, bias, of_x, *ctx.sizes, BACK=True, TIME=TIME, WIDE=WIDE)
         if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
             return of_x, None, None, None, None
         sums = x.new_empty(b * blocks, kernel.shape[2] + 1, x.shape[2], dtype=torch.float32)
-        sum_taps[ctx.grid](x, grad, sums, *ctx.given, TIME=TIME, WIDE=WIDE)
+        sum_taps[ctx.grid](x, grad, sums, *ctx.sizes, TIME=TIME, WIDE=WIDE)
         total = sums.sum(0)
         return of_x, total[:-1].t()[:, None].to(kernel.dtype), total[-1].to(bias.dtype), None, None
 
 
 def by_torch(x: Tensor, kernel: Tensor, bias: Tensor, around: int, chunk: int) -> Tensor:
     """Compute the same plainly."""
-    found, behind = [], kernel.shape[2] - 1 - around
+    behind = kernel.shape[2] - 1 - around
+    pieces = []
     for begin in range(0, x.shape[1], chunk):
         piece = x[:, max(0, begin - around) : begin + chunk].transpose(1, 2)
         piece = functional.pad(piece, (max(0, around - begin), behind))
-        found.append(functional.conv1d(piece, kernel, bias, groups=len(kernel)).transpose(1, 2))
-    return torch.cat(found, 1)
+        pieces.append(functional.conv1d(piece, kernel, bias, groups=len(kernel)).transpose(1, 2))
+    return torch.cat(pieces, 1)
 
 
 def example(by: Callable[..., Tensor], device: torch.device | str, dtype: torch.dtype, around: int = 3, taps: int = 7,
             chunk: int = 40, frames: int = 75, columns: int = 70) -> list[Tensor]:
     """Compute outputs and gradients by ``by``: of the same numbers, with few bits, for each device and type."""
-    wide, shapes = torch.promote_types(dtype, torch.float32), ((2, frames, columns), (columns, 1, taps), (columns,))
-    x, kernel, bias, weights = (
-        torch.arange(torch.Size(shape).numel()).add(7 * place).double().sin_().mul_(64).round_().div_(64).view(shape)
-        .to(device, each) for place, (shape, each) in enumerate(zip((*shapes, shapes[0]), (dtype, wide, wide, dtype),
-                                                                    strict=True)))
-    out = by(x.requires_grad_(), kernel.requires_grad_(), bias.requires_grad_(), around, chunk)
-    return [out, *torch.autograd.grad(out, (x, kernel, bias), weights)]
+    def numbers(offset: int, shape: tuple[int, ...], number_type: torch.dtype) -> Tensor:
+        waves = torch.arange(offset, offset + torch.Size(shape).numel()).double().sin_()
+        return waves.mul_(64).round_().div_(64).view(shape).to(device, number_type)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    x = numbers(0, (2, frames, columns), dtype).requires_grad_()
+    kernel = numbers(7, (columns, 1, taps), wide).requires_grad_()
+    bias = numbers(14, (columns,), wide).requires_grad_()
+    of_out = numbers(21, (2, frames, columns), dtype)
+    out = by(x, kernel, bias, around, chunk)
+    return [out, *torch.autograd.grad(out, (x, kernel, bias), of_out)]

@@ -104,16 +104,29 @@ class ConvBlock(convolution.ConvBlock):
     """``ConvBlock``: [B, T, F] or [B, T, F, C] to [B, T', F', C']; fuses norm, activation and dropout on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out, rest = x, [self.convs]
+        out = x
+        layers = [self.convs]
         if type(self.convs) is containers.Sequential and fused.known(self.convs):
-            rest = list(self.convs.values())
-        while rest:
-            three: Layer = rest[:3]  # perhaps a norm, an activation and a dropout that kernels do in one pass
-            normed = None
-            if tuple(map(type, three)) in _FUSED and not three[1].inplace and fused.known(three[0]):
-                normed = fused.activated_norm(out, three[0].norm, three[1], three[2])
-            out, rest = (rest[0](out), rest[1:]) if normed is None else (normed, rest[3:])
+            layers = list(self.convs.values())
+        while layers:
+            normed = _fused_norm(out, layers[:3])
+            if normed is not None:
+                out = normed
+                layers = layers[3:]
+            else:
+                out = layers[0](out)
+                layers = layers[1:]
         return self.drop(out + self.reduce_conv(x)) if self.reduce_conv else out
+
+
+def _fused_norm(x: Tensor, layers: Layer) -> Tensor | None:
+    """Apply a norm, an activation and a dropout in one pass; None if these aren't such layers, or kernels can't."""
+    if tuple(map(type, layers)) not in _FUSED:
+        return None
+    norm, activation, drop = layers
+    if activation.inplace or not fused.known(norm):
+        return None
+    return fused.activated_norm(x, norm.norm, activation, drop)
 
 
 _FUSED = {(normalization.LayerNorm, nn.LeakyReLU, kind) for kind in (nn.Dropout, Dropout)}
@@ -186,7 +199,8 @@ class InputNormalization(features.InputNormalization):
             self._counting = None
 
     def _update_global_stats(self, x: Tensor, mask: Tensor) -> None:
-        dims, wide = (0, self.length_dim), x.float()
+        dims = (0, self.length_dim)
+        wide = x.float()
         if self._counting is not None:
             mask = mask & self._counting.view(-1, *[1] * (mask.dim() - 1))
         number = _over_ranks(mask.sum().float())
@@ -195,14 +209,18 @@ class InputNormalization(features.InputNormalization):
         deviations = (wide - mean.unsqueeze(0).unsqueeze(self.length_dim)) * mask
         variance = _over_ranks(deviations.square().sum(dims)) / divisor
         if not self.glob_mean.numel():
-            self.glob_mean, self.glob_std = torch.zeros_like(mean), torch.ones_like(mean)
-        before, spread = self.glob_mean, self.glob_std
+            self.glob_mean = torch.zeros_like(mean)
+            self.glob_std = torch.ones_like(mean)
+        mean_before = self.glob_mean
+        deviation_before = self.glob_std
         count = self.count + number.double()
         share = (number / count.clamp(min=1)).float()
-        between = share * (1 - share) * (mean - before).square()
-        new = torch.lerp(before, mean, share), (torch.lerp(spread.square(), variance, share) + between).sqrt()
-        finite = all_finite(*new)
-        self.glob_mean, self.glob_std = torch.where(finite, new[0], before), torch.where(finite, new[1], spread)
+        between = share * (1 - share) * (mean - mean_before).square()
+        new_mean = torch.lerp(mean_before, mean, share)
+        new_deviation = (torch.lerp(deviation_before.square(), variance, share) + between).sqrt()
+        finite = all_finite(new_mean, new_deviation)
+        self.glob_mean = torch.where(finite, new_mean, mean_before)
+        self.glob_std = torch.where(finite, new_deviation, deviation_before)
         self.count = torch.where(finite, count, self.count)
 
     def _statistics_dict(self) -> dict[str, Any]:

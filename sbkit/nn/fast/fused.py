@@ -74,7 +74,8 @@ def _drop(count: int, p: float) -> Any:  # ctypes' own
     """Make the dropout of one activation, whose mask kernels compute from random words, in backward once more."""
     if not p:
         return _NO_DROPOUT
-    words, drop = dropout.draw(count), dropout.levels(p)
+    words = dropout.draw(count)
+    drop = dropout.levels(p)
     struct = DropoutStruct(words.one.data_ptr(), words.other.data_ptr(), words.odd, dropout.lowest(drop),
                            dropout.factor(drop))
     struct.words = words  # keeps their memory as long as the struct
@@ -86,7 +87,8 @@ def _normalise(x: Tensor, gain: Tensor, shift: Tensor, eps: float, dtype: torch.
     """Normalise rows: [..., D] to [N, D] in ``dtype``, with the mean and the reciprocal deviation of each."""
     columns = gain.numel()
     count = x.numel() // columns
-    out, (mean, rstd) = x.new_empty(count, columns, dtype=dtype), x.new_empty(2, count, dtype=torch.float32)
+    out = x.new_empty(count, columns, dtype=dtype)
+    mean, rstd = x.new_empty(2, count, dtype=torch.float32)
     call("norm_forward", dtype, x, x.dtype != torch.float32, gain, shift, eps, *after, out, mean, rstd, count, columns,
          torch.get_num_threads())
     return out, mean, rstd
@@ -95,7 +97,9 @@ def _normalise(x: Tensor, gain: Tensor, shift: Tensor, eps: float, dtype: torch.
 def _unnormalise(grad: Tensor, x: Tensor, gain: Tensor, shift: Tensor, mean: Tensor, rstd: Tensor,
                  add: Tensor | None = None, after: tuple[Any, ...] = _IDENTITY) -> tuple[Tensor, ...]:
     """Return the gradients of x (plus ``add``), gain and shift."""
-    columns, out, sums = gain.numel(), torch.empty_like(x), _sums(x, 2 * gain.numel())
+    columns = gain.numel()
+    out = torch.empty_like(x)
+    sums = _sums(x, 2 * columns)
     call("norm_backward", grad.dtype, grad, x, x.dtype != torch.float32, gain, shift, *after, mean, rstd, add, out,
          sums, x.numel() // columns, columns, len(sums))
     return out, sums[0, :columns].view(gain.shape), sums[0, columns:].view(gain.shape)
@@ -117,13 +121,19 @@ class FeedForwardPart(torch.autograd.Function):
     @without_autocast
     def forward(ctx: Context, x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
                 eps: float, inner: float, outer: float, weight: float, dtype: torch.dtype) -> Tensor:
-        x, columns, threads = x.contiguous(), x.shape[-1], torch.get_num_threads()
+        x = x.contiguous()
+        columns = x.shape[-1]
+        threads = torch.get_num_threads()
         normed, mean, rstd = _normalise(x, gain, shift, eps, dtype)
-        w1, w2 = w1.to(dtype), w2.to(dtype)
+        w1 = w1.to(dtype)
+        w2 = w2.to(dtype)
         hidden = normed @ w1.t()
-        active, ctx.inner = torch.empty_like(hidden), _drop(hidden.numel(), inner)
+        active = torch.empty_like(hidden)
+        ctx.inner = _drop(hidden.numel(), inner)
         call("silu_forward", dtype, hidden, b1, ctx.inner, active, *hidden.shape, threads)
-        out, ctx.outer, ctx.weight = torch.empty_like(x), _drop(x.numel(), outer), weight
+        out = torch.empty_like(x)
+        ctx.outer = _drop(x.numel(), outer)
+        ctx.weight = weight
         call("add_forward", dtype, x, active @ w2.t(), b2, weight, None, ctx.outer, out, len(hidden), columns, threads)
         ctx.save_for_backward(x, gain, shift, mean, rstd, normed, hidden, b1, active, w1, w2)
         return out
@@ -133,10 +143,13 @@ class FeedForwardPart(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, shift, mean, rstd, normed, hidden, b1, active, w1, w2 = ctx.saved_tensors
-        grad, of_added, of_b2 = grad.contiguous(), torch.empty_like(normed), _sums(x, x.shape[-1])
         dtype = normed.dtype
+        grad = grad.contiguous()
+        of_added = torch.empty_like(normed)
+        of_b2 = _sums(x, x.shape[-1])
         call("add_backward", dtype, grad, ctx.weight, None, ctx.outer, of_added, of_b2, *normed.shape, len(of_b2))
-        of_hidden, of_b1 = of_added @ w2, _sums(x, hidden.shape[1])
+        of_hidden = of_added @ w2
+        of_b1 = _sums(x, hidden.shape[1])
         call("silu_backward", dtype, of_hidden, hidden, b1, ctx.inner, of_b1, *hidden.shape, len(of_b1))
         of_x, of_gain, of_shift = _unnormalise(of_hidden @ w1, x, gain, shift, mean, rstd, grad)
         return (of_x, of_gain, of_shift, _of_weight(of_hidden, normed, ctx.needs_input_grad[3]), of_b1[0],
@@ -154,15 +167,23 @@ class ConvolutionPart(torch.autograd.Function):
     def forward(ctx: Context, x: Tensor, skip: Tensor | None, gain1: Tensor, shift1: Tensor, w1: Tensor, b1: Tensor,
                 kernel: Tensor, bias: Tensor, gain2: Tensor, shift2: Tensor, w2: Tensor, b2: Tensor,
                 eps: tuple[float, float], p: float, dtype: torch.dtype, chunk: int) -> Tensor:
-        x, skip, (b, t, columns) = x.contiguous(), _bytes(skip), x.shape
+        b, t, columns = x.shape
+        x = x.contiguous()
+        skip = _bytes(skip)
         rows = b * t, columns, torch.get_num_threads()
         normed, *of_norm1 = _normalise(x, gain1, shift1, eps[0], dtype)
-        w1, w2, kernel = w1.squeeze(-1).to(dtype), w2.to(dtype), kernel.squeeze(1).t().contiguous()
-        wide, gated, around = normed @ w1.t(), torch.empty_like(normed), torch.empty_like(normed)
+        w1 = w1.squeeze(-1).to(dtype)
+        w2 = w2.to(dtype)
+        kernel = kernel.squeeze(1).t().contiguous()
+        wide = normed @ w1.t()
+        gated = torch.empty_like(normed)
+        around = torch.empty_like(normed)
         call("glu_forward", dtype, wide, b1, skip, gated, *rows)
         call("depthwise_forward", dtype, gated, kernel, bias, around, len(kernel), chunk, t, *rows)
         active, *of_norm2 = _normalise(around, gain2, shift2, eps[1], dtype, _SILU)
-        out, ctx.drop, ctx.chunk = torch.empty_like(x), _drop(x.numel(), p), chunk
+        out = torch.empty_like(x)
+        ctx.drop = _drop(x.numel(), p)
+        ctx.chunk = chunk
         call("add_forward", dtype, x, active @ w2.t(), b2, 1.0, skip, ctx.drop, out, *rows)
         ctx.save_for_backward(x, skip, gain1, shift1, *of_norm1, normed, w1, wide, b1, gated, kernel, around, gain2,
                               shift2, *of_norm2, active, w2)
@@ -174,15 +195,20 @@ class ConvolutionPart(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, skip, gain1, shift1, mean1, rstd1, normed, w1, wide, b1, gated, kernel, around, gain2, shift2, mean2, rstd2,
          active, w2) = ctx.saved_tensors
-        grad, dtype, (_, t, columns) = grad.contiguous(), normed.dtype, x.shape
-        of_added, of_b2 = torch.empty_like(normed), _sums(x, columns)
+        dtype = normed.dtype
+        _, t, columns = x.shape
+        grad = grad.contiguous()
+        of_added = torch.empty_like(normed)
+        of_b2 = _sums(x, columns)
         rows = *normed.shape, len(of_b2)
         call("add_backward", dtype, grad, 1.0, skip, ctx.drop, of_added, of_b2, *rows)
         of_around, of_gain2, of_shift2 = _unnormalise(of_added @ w2, around, gain2, shift2, mean2, rstd2, after=_SILU)
-        of_gated, of_taps = torch.empty_like(gated), _sums(x, (len(kernel) + 1) * columns)
+        of_gated = torch.empty_like(gated)
+        of_taps = _sums(x, (len(kernel) + 1) * columns)
         call("depthwise_backward", dtype, of_around, gated, kernel, of_gated, of_taps, len(kernel), ctx.chunk, t, *rows)
         of_taps = of_taps[0].view(-1, columns)
-        of_wide, of_b1 = torch.empty_like(wide), _sums(x, 2 * columns)
+        of_wide = torch.empty_like(wide)
+        of_b1 = _sums(x, 2 * columns)
         call("glu_backward", dtype, of_gated, wide, b1, skip, of_wide, of_b1, *rows)
         of_x, of_gain1, of_shift1 = _unnormalise(of_wide @ w1, x, gain1, shift1, mean1, rstd1, grad)
         of_w1 = _of_weight(of_wide, normed, ctx.needs_input_grad[4])
@@ -207,12 +233,15 @@ class AttentionPart(torch.autograd.Function):
                 near: Tensor | None, far: Tensor | None, positions: Tensor | None, w2: Tensor, b2: Tensor,
                 table: tuple[Tensor, Tensor] | None, mask: Tensor | None, heads: int, scale: float, eps: float,
                 p: float, dtype: torch.dtype) -> Tensor:
-        x, threads, (b, t, columns) = x.contiguous(), torch.get_num_threads(), x.shape
+        b, t, columns = x.shape
         size = columns // heads
+        x = x.contiguous()
+        threads = torch.get_num_threads()
         normed, mean, rstd = _normalise(x, gain, shift, eps, dtype)
-        w1, w2 = w1.to(dtype), w2.to(dtype)
+        w1 = w1.to(dtype)
+        w2 = w2.to(dtype)
         query, key, value = normed.new_empty(3, b * heads, t, size)
-        away, places, distances = None, None, None
+        away = places = distances = None
         if positions is None:
             assert table is not None, "without positions there is a table"
             call("heads_forward", dtype, normed @ w1.t(), *table, scale, query, key, value, heads, t, b * t, size,
@@ -224,7 +253,8 @@ class AttentionPart(torch.autograd.Function):
             places = positions.to(dtype).view(-1, heads, size).permute(1, 2, 0).contiguous()
             distances = away @ places
         weights = query @ key.transpose(1, 2)
-        dropped, ctx.drop = torch.empty_like(weights), _drop(weights.numel(), p)
+        dropped = torch.empty_like(weights)
+        ctx.drop = _drop(weights.numel(), p)
         call("softmax_forward", dtype, weights, distances, _bytes(skip), _bytes(mask), ctx.drop, dropped, heads,
              b * heads * t, t, threads)
         attended = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
@@ -241,23 +271,32 @@ class AttentionPart(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, gain, shift, mean, rstd, normed, w1, query, away, places, key, value, weights, attended,
          w2) = ctx.saved_tensors
-        heads, grad, dtype, (b, t, columns) = ctx.heads, grad.contiguous(), normed.dtype, x.shape
-        size, of_added, of_b2 = columns // heads, torch.empty_like(normed), _sums(x, columns)
+        dtype = normed.dtype
+        b, t, columns = x.shape
+        heads = ctx.heads
+        size = columns // heads
+        grad = grad.contiguous()
+        of_added = torch.empty_like(normed)
+        of_b2 = _sums(x, columns)
         threads = len(of_b2)
         call("add_backward", dtype, grad, 1.0, None, _NO_DROPOUT, of_added, of_b2, b * t, columns, threads)
         of_attended = (of_added @ w2).view(b, t, heads, size).transpose(1, 2).reshape(-1, t, size)
-        of_scores, dropped = of_attended @ value.transpose(1, 2), torch.empty_like(weights)
+        of_scores = of_attended @ value.transpose(1, 2)
+        dropped = torch.empty_like(weights)
         of_distances = None if away is None else away.new_empty(heads, b * t, 2 * t - 1)
         call("softmax_backward", dtype, of_scores, weights, ctx.drop, dropped, of_distances, heads, b * heads * t, t,
              threads)
-        of_query, of_key = of_scores @ key, of_scores.transpose(1, 2) @ query
-        of_value, of_all = dropped.transpose(1, 2) @ of_attended, normed.new_empty(b * t, 3 * columns)
+        of_query = of_scores @ key
+        of_key = of_scores.transpose(1, 2) @ query
+        of_value = dropped.transpose(1, 2) @ of_attended
+        of_all = normed.new_empty(b * t, 3 * columns)
         of_relative: tuple[Tensor | None, ...] = None, None, None
         if of_distances is None:
             call("heads_backward", dtype, of_query, of_key, of_value, *ctx.table, ctx.scale, of_all, heads, t, b * t,
                  size, threads)
         else:
-            of_away, of_biases = of_distances @ places.transpose(1, 2), _sums(x, 2 * columns)
+            of_away = of_distances @ places.transpose(1, 2)
+            of_biases = _sums(x, 2 * columns)
             call("relative_backward", dtype, of_query, of_away, of_key, of_value, ctx.scale, of_all, of_biases, heads,
                  t, b * t, size, threads)
             of_places = away.transpose(1, 2) @ of_distances
@@ -274,9 +313,10 @@ class _Norm(torch.autograd.Function):
     @without_autocast
     def forward(ctx: Context, x: Tensor, gain: Tensor, shift: Tensor, eps: float, slope: float, p: float,
                 dtype: torch.dtype) -> Tensor:
-        x, ctx.after = x.contiguous(), (False, slope, _drop(x.numel(), p))
-        out, *kept = _normalise(x, gain, shift, eps, dtype, ctx.after)
-        ctx.save_for_backward(x, gain, shift, *kept)
+        x = x.contiguous()
+        ctx.after = False, slope, _drop(x.numel(), p)
+        out, mean, rstd = _normalise(x, gain, shift, eps, dtype, ctx.after)
+        ctx.save_for_backward(x, gain, shift, mean, rstd)
         return out.view(x.shape)
 
     @staticmethod
@@ -295,7 +335,8 @@ def norm(x: Tensor, layer: nn.LayerNorm, dtype: torch.dtype, slope: float = 1.0,
 def activated_norm(x: Tensor, layer: nn.LayerNorm, activation: nn.LeakyReLU, drop: nn.Dropout) -> Tensor | None:
     """Compute the layer norm of x over its last two dimensions, then the activation and dropout, in one pass; None if
     the kernels don't support them."""
-    dtype, p = precision(x), dropout.share(drop)
+    dtype = precision(x)
+    p = dropout.share(drop)
     if dtype is None or p is None or not known(activation, drop) or not fits(layer, x.shape[-2:]):
         return None
     return norm(x, layer, dtype, activation.negative_slope, p)

@@ -18,7 +18,8 @@ class LayerNorm(nn.LayerNorm):
         if not is_grad_enabled():
             return super().forward(input)
         count = len(self.normalized_shape)
-        weight, bias = (None if each is None else each.flatten() for each in (self.weight, self.bias))
+        weight = None if self.weight is None else self.weight.flatten()
+        bias = None if self.bias is None else self.bias.flatten()
         flat = input.flatten(-count)
         return functional.layer_norm(flat, flat.shape[-1:], weight, bias, self.eps).view(input.shape)
 

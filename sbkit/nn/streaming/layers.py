@@ -52,7 +52,9 @@ def step(encoder: Layer, x: Tensor, counts: Tensor, state: EncoderState, ahead: 
     counts : [B], how many of T' are real
     ahead : lookahead, the last of T' with which the next chunk begins
     """
-    layers, left, size = encoder.encoder.layers, state.keys.shape[2], x.shape[1]
+    layers = encoder.encoder.layers
+    left = state.keys.shape[2]
+    size = x.shape[1]
     shift = size - ahead  # frames from this chunk's first to the next one's
     x = encoder.custom_src_module(x)
     padding = ~lengths_to_mask(counts, size)[..., None]
@@ -83,11 +85,15 @@ def encode_in_chunks(encoder: Layer, source: Tensor, frames: Tensor, subsampling
     frames : [B] feature frames
     subsampling : feature frames per encoder frame
     """
-    size, shift, longest = config.chunk_size, config.chunk_size - config.ahead, source.shape[1]
+    size = config.chunk_size
+    shift = config.chunk_size - config.ahead
+    longest = source.shape[1]
     steps = max(0, longest - config.ahead) // shift + 1
     source = functional.pad(source, (0, 0, 0, (steps - 1) * shift + size - longest))
     state = initial_state(encoder, len(source), config.left_context_size_frames())
-    remaining, active, out = frames, frames > 0, None
+    remaining = frames
+    active = frames > 0
+    out = None
     for start in range(0, steps * shift, shift):
         counts = torch.div(remaining + subsampling - 1, subsampling, rounding_mode="floor").clamp(0, size)
         x, state = step(encoder, source[:, start : start + size], counts, state, config.ahead)

@@ -39,14 +39,22 @@ def for_step(recognizer: Recognizer) -> Iterator[Missing]:
     elif not isinstance(layers.layers[0].mha_layer, RoPEMHA):
         yield Missing("encoder", f"its attention is {layers.attention_type}, but a stream needs rotary positions",
                       "attention_type: RoPEMHA", "attention_type")
-    elif any(hasattr(part, HOULSBY) for part in (layers, *(
-            part for each in layers.layers for part in (each, each.mha_layer, each.convolution_module)))):
+    elif _has_outer_adapters(layers):
         yield Missing("encoder", "it has adapters after whole layers, attention or convolution modules, whose forward "
                       "a step doesn't call", "LoRA, or adapters of other parts, such as *.ffn_module1")
     if not hasattr(recognizer.frontend, "forward_step"):
-        named = "it has no front end" if recognizer.frontend is None else \
-            f"its front end, {type(recognizer.frontend).__name__}, takes whole utterances only"
-        yield Missing("frontend", named, "sbkit.nn.causal.CausalFrontEnd")
+        reason = "it has no front end"
+        if recognizer.frontend is not None:
+            reason = f"its front end, {type(recognizer.frontend).__name__}, takes whole utterances only"
+        yield Missing("frontend", reason, "sbkit.nn.causal.CausalFrontEnd")
+
+
+def _has_outer_adapters(encoder: ConformerEncoder) -> bool:
+    """Whether an encoder has an adapter after a whole layer, or after an attention or convolution module."""
+    parts = [encoder]
+    for layer in encoder.layers:
+        parts += [layer, layer.mha_layer, layer.convolution_module]
+    return any(hasattr(part, HOULSBY) for part in parts)
 
 
 def for_stream(recognizer: Recognizer) -> Iterator[Missing]:
@@ -54,8 +62,8 @@ def for_stream(recognizer: Recognizer) -> Iterator[Missing]:
     yield from for_step(recognizer)
     features = recognizer.compute_features
     if not isinstance(features, FilterBank):
-        found = "it has no features" if features is None else f"its features come from {type(features).__name__}"
-        yield Missing("compute_features", f"{found}, but a stream needs a FilterBank", "sbkit.nn.kaldi.FilterBank")
+        reason = "it has no features" if features is None else f"its features come from {type(features).__name__}"
+        yield Missing("compute_features", f"{reason}, but a stream needs a FilterBank", "sbkit.nn.kaldi.FilterBank")
     elif features.size < features.hop:
         yield Missing("compute_features", "its features skip samples: a frame is shorter than the step to the next",
                       "a frame_length of at least frame_shift", "frame_length")
