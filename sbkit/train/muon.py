@@ -135,8 +135,8 @@ class Muon(Optimizer):
         found_inf = getattr(self, "found_inf", None)
         grad_scale = getattr(self, "grad_scale", None)
         momenta = [state["momentum"] for state in states]
-        # A flat copy, which may be overwritten; all weights have a gradient (see _turns).
-        grads = torch.cat([weight.grad.flatten() for weight in weights])
+        # A flat copy, which may be overwritten. All weights have a gradient (see _turns).
+        grads = torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None])
         if grad_scale is not None:
             grads.div_(grad_scale)
         if found_inf is not None:  # with itself as gradient, the momentum does not change

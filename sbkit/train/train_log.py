@@ -49,8 +49,8 @@ class TrainLog(ResumableLog, FileTrainLogger):
 
         What is shown has no exponents where numbers have a usual size: a WER is 100.00 there, 1.00e+02 in the file.
         """
-        stats_of = {None: stats_meta, "train": train_stats, "valid": valid_stats, "test": test_stats}
-        stats_of = {stage: stats for stage, stats in stats_of.items() if stats is not None}
+        stages = {None: stats_meta, "train": train_stats, "valid": valid_stats, "test": test_stats}
+        stats_of = {stage: stats for stage, stats in stages.items() if stats is not None}
         self._file.append(" - ".join(self._stats_to_string(stats, stage) for stage, stats in stats_of.items()))
         if verbose:
             shown = {stage: {key: self._shown(value) for key, value in stats.items()}
