@@ -26,9 +26,10 @@ def run(argv: list[str]) -> int:
 
     from sbkit.data.mixture import Mixture
     from sbkit.data.suspects import write
-    from sbkit.recipe import arguments, load
+    from sbkit.recipe import arguments
     from sbkit.runs import folds, training
     from sbkit.runs.lock import RunLock
+    from sbkit.runs.run_config import RunConfig
     from sbkit.score import label_errors
     from sbkit.score.report import suspect_page
     from sbkit.tasks.ctc import CTC, label_scores
@@ -38,23 +39,22 @@ def run(argv: list[str]) -> int:
     count = 2 if options.folds is None else options.folds
     if count < 2:
         raise SbkitError(f"--folds {count}: a row is judged by a model not trained on it", hint="write 2 or more")
-    request = arguments.parse(argv)
-    load.check_overrides(request.path, request.overrides)
-    recipe = load.open_recipe(request.path, request.overrides)
-    corpus = recipe.keys.corpus
-    folder = recipe.keys.folder / "clean"
-    if not issubclass(recipe.task, CTC):
-        raise SbkitError(f"{request.path} trains {recipe.task.__name__}, and only CTC models score labels",
+    command = arguments.parse(argv)
+    device = devices.resolve(command.run_opts.device)
+    keys = RunConfig.of(command, device).keys()
+    corpus = keys.corpus
+    folder = keys.folder / "clean"
+    if not issubclass(keys.brain, CTC):
+        raise SbkitError(f"{command.path} trains {keys.brain.__name__}, and only CTC models score labels",
                          hint="clean the corpus with hparams/ctc.yaml: its list works with every recipe")
     if isinstance(corpus, Mixture):
-        raise SbkitError(f"{request.path} trains on a mixture, and sbkit clean takes one corpus",
+        raise SbkitError(f"{command.path} trains on a mixture, and sbkit clean takes one corpus",
                          hint="clean each part by itself, and name its list under that part's exclude")
-    device = devices.resolve(request.run_opts.device)
     splits = ("train", "dev")
-    if request.check:
-        training.before_run(request, splits)
+    if command.check:
+        training.before_run(command, splits)
     with RunLock(folder, runs=False):
-        manifests = corpus.prepare(needed=splits, columns=recipe.task.columns)
+        manifests = corpus.prepare(needed=splits, columns=keys.brain.columns)
         train = manifests["train"]
         print(corpus.summary(), file=sys.stderr)
         gpus = torch.cuda.device_count() if str(device) == "cuda" else 1
