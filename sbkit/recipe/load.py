@@ -124,12 +124,17 @@ def building(path: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
         raise SbkitError(f"cannot use {error.filename or path}: {error.strerror}",
                          hint="choose another place with --output_folder") from error
     except Exception as error:
-        from sbkit.recipe.reading import read  # imports torch
-
-        read(path, overrides, findings := Findings())
-        found = Findings(each for each in findings if each.code not in _LOADED).as_error()
+        found = mistakes(path, overrides).as_error()
         raise SbkitError("; ".join(filter(None, (found.message, f"{path} cannot be loaded: {summary(error)}"))),
                          hint=found.hint) from error
+
+
+def mistakes(path: Path, overrides: Mapping[str, Any]) -> Findings:
+    """The mistakes in a recipe and its overrides, each with its place, for the error about one that failed."""
+    from sbkit.recipe.reading import read  # imports torch
+
+    read(path, overrides, findings := Findings())
+    return Findings(finding for finding in findings if finding.code not in _LOADED)
 
 
 def read_keys(hparams: dict[str, Any], path: Path) -> TaskKeys:

@@ -14,7 +14,7 @@ from typing import Any
 
 from sbkit.recipe.build import Builder
 from sbkit.recipe.keys import TaskKeys
-from sbkit.recipe.load import building, declaring_class, refuse_problems
+from sbkit.recipe.load import building, declaring_class, mistakes, refuse_problems
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import Node
 
@@ -43,7 +43,11 @@ def keys_on_demand(path: Path, overrides: Mapping[str, Any], tree: Node) -> Task
     values = {key: build(node) for key, node in nodes.items() if key in at_once}
 
     declared = declaring_class(values, tree.value, path)
-    refuse_problems([*declared.wrong(values), *declared.null(values)], path)
+    if problems := [*declared.wrong(values), *declared.null(values)]:
+        found = mistakes(path, overrides)  # which names the command line, too
+        if found:
+            raise found.as_error()
+        refuse_problems(problems, path)
 
     later = {key: node for key, node in nodes.items() if key not in values}
     # A property of the derived class comes before the default that the base class has under the same name.
@@ -72,4 +76,6 @@ def _saving_nothing(checkpointer: Node) -> Node:
     if isinstance(checkpointer.value, dict):
         kept = {key: node for key, node in checkpointer.value.items() if key != "recoverables"}
         return dataclasses.replace(checkpointer, value=kept)
-    return dataclasses.replace(checkpointer, value=checkpointer.value[:1])
+    if isinstance(checkpointer.value, list):
+        return dataclasses.replace(checkpointer, value=checkpointer.value[:1])
+    return checkpointer

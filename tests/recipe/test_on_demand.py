@@ -64,8 +64,9 @@ def test_methods_of_the_keys_read_what_they_need(tmp_path):
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("    ctc_weight: 2\n", "ctc_weight is 2, and must be"),
-    ("    corpus: null\n", "corpus is null, and a run needs it"),
+    ("    ctc_weight: 2\n", r"recipe\.yaml:3: ctc_weight: it is 2, and must be"),
+    ("    corpus: null\n", r"recipe\.yaml:3: corpus: it is null, and a run needs it"),
+    ("    checkpointer: null\n", r"recipe\.yaml:3: checkpointer: it is null, and a run needs it"),
 ])
 def test_wrong_values_are_refused_before_anything_is_built(tmp_path, text, expected):
     with pytest.raises(SbkitError, match=expected):
