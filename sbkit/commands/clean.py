@@ -65,6 +65,7 @@ def run(argv: list[str]) -> int:
             folds.train(fold, arguments_of_fold, corpus, gpus)
             scores += label_scores.score(fold.run, fold.held_out, device)
             label_errors.require_trained(scores)
+        assert corpus.report is not None, "the corpus was just prepared"
         source = corpus.report["source"]
         suspects = label_errors.suspects(scores, train, source["where"])
         suspect_list = folder / "suspects.csv"

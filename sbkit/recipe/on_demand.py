@@ -50,20 +50,25 @@ def keys_on_demand(path: Path, overrides: Mapping[str, Any], tree: Node) -> Task
         refuse_problems(problems, path)
 
     later = {key: node for key, node in nodes.items() if key not in values}
-    # A property of the derived class comes before the default that the base class has under the same name.
-    members: dict[str, Any] = {
-        key: functools.cached_property(lambda keys, node=node: build(node)) for key, node in later.items()}
-    members["built_later"] = frozenset(later)
+
+    def property_of(node: Node) -> functools.cached_property[Any]:
+        def value(keys: TaskKeys) -> Any:  # of any class
+            return build(node)
+
+        return functools.cached_property(value)
 
     def class_of(keys: TaskKeys, name: str) -> type:
         node = later.get(name)
         named = locate(node.tag.removeprefix("!new:")) if node is not None and node.tag.startswith("!new:") else None
         return named if isinstance(named, type) else type(getattr(keys, name))
 
+    # A property of the derived class comes before the default that the base class has under the same name.
+    members: dict[str, Any] = {key: property_of(node) for key, node in later.items()}
+    members["built_later"] = frozenset(later)
     members["class_of"] = class_of
     # Declarations are cached by class, and this class, with all that it builds, must not outlive its keys.
     members["declared"] = classmethod(lambda cls: declared.declared())
-    on_demand = type(declared.__name__, (declared,), members)
+    on_demand: Any = type(declared.__name__, (declared,), members)
     return on_demand.read(values)
 
 
