@@ -7,10 +7,11 @@ training would compute with it. In three steps:
 2. After it, those that got a fake tensor get their former contents, and a ``functools.cache`` with one is emptied.
 3. If a fake tensor still exists, the objects that refer to it are searched for a name, and the check ends with that.
 
-A process that is thrown away would need none of this, but there is no good one. The forward also runs in a training,
-for its FLOPs and the depth of layers, and torch refuses fake GPU tensors in a fork of a process that has used CUDA,
-because it initialises CUDA for them. A fresh process imports torch and SpeechBrain again, which takes seconds. And for
-the five forwards of the flagship's check, these steps take about as long as five forks, 0.4 s.
+A process that is thrown away would need none of this, but it can't do the work. Such forwards also run in a training,
+on its own layers, for the FLOPs of a step and the depth of layers. torch refuses fake GPU tensors in a fork of a
+process that has used CUDA, because it initialises CUDA for them. A fresh process imports torch and SpeechBrain again,
+which takes seconds. And for the five forwards of the flagship's check, these steps take about as long as five forks,
+0.4 s.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import gc
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 from unittest import mock
@@ -44,16 +46,19 @@ class FakeTensors:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._refs: list[TensorWeakRef] = []
+        self._created: list[TensorWeakRef] = []
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record each one that is created within it."""
-        real = FakeTensor.__new__
+        """Record each one that is created within it.
+
+        Its constructor is the one place that all pass: the results of operations, and real weights that become fake.
+        """
+        constructor = FakeTensor.__new__
 
         def new(cls: type[FakeTensor], *args: Any, **kwargs: Any) -> FakeTensor:  # Any: of torch's own constructor
-            fake = real(cls, *args, **kwargs)
-            self._refs.append(TensorWeakRef(fake))
+            fake = constructor(cls, *args, **kwargs)
+            self._created.append(TensorWeakRef(fake))
             return fake
 
         with mock.patch.object(FakeTensor, "__new__", new):
@@ -61,14 +66,15 @@ class FakeTensors:
 
     def alive(self) -> list[FakeTensor]:
         """Return those that still exist."""
-        return [fake for ref in self._refs if (fake := ref()) is not None]
+        tensors = (reference() for reference in self._created)
+        return [fake for fake in tensors if fake is not None]
 
     def raise_if_left(self) -> None:
         """Raise if one still exists."""
         if not self.alive():
             return
         gc.collect()  # objects that hold each other
-        names = sorted({_name(leak) for leak in self.alive()})
+        names = sorted({_holder_of(fake) for fake in self.alive()})
         if names:
             raise SbkitError(
                 f"a forward on fake tensors, which counts what a step costs, leaves some in "
@@ -83,91 +89,134 @@ def restored(fakes: FakeTensors, *roots: object) -> Iterator[None]:
     These include attributes, and the globals of the files in which the classes are defined. Functions' caches are
     emptied.
     """
-    copies: dict[int, tuple[Container, Container]] = {}
-    tensors: list[torch.Tensor] = []
-    for each in _reached(roots, set()):
-        if isinstance(each, torch.Tensor):
-            tensors.append(each)
-        else:
-            # Without the container's own ``[]``, which might build items.
-            copies[id(each)] = each, dict(dict.items(each)) if isinstance(each, dict) else list(each)
+    before = _Snapshot.of(roots)
     try:
         yield
     finally:
-        for tensor in tensors:
+        before.remove_gradients()
+        if fakes.alive():
+            before.put_back()
+        if fakes.alive():
+            _empty_caches()
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The tensors and containers that could be reached, and what the containers held."""
+
+    tensors: list[torch.Tensor]
+    containers: dict[int, tuple[Container, Container]]
+    """Each container and a copy of it, by the id of the container."""
+
+    @classmethod
+    def of(cls, roots: Iterable[object]) -> _Snapshot:
+        snapshot = cls([], {})
+        for reached in _reached(roots, set()):
+            if isinstance(reached, torch.Tensor):
+                snapshot.tensors.append(reached)
+            else:
+                # Without a dict's own ``[]``, which might build items.
+                copied = dict(dict.items(reached)) if isinstance(reached, dict) else list(reached)
+                snapshot.containers[id(reached)] = reached, copied
+        return snapshot
+
+    def remove_gradients(self) -> None:
+        """Remove gradients that are fake."""
+        for tensor in self.tensors:
             if type(tensor.grad) is FakeTensor:
                 tensor.grad = None
-        if fakes.alive():
-            for container, before in copies.values():  # only those with a new fake tensor: a cache of real ones stays
-                known = {id(value) for value in _values(before)}
-                new = [value for value in _values(container) if id(value) not in known]
-                if new and any(type(each) is FakeTensor for each in _reached(new, {*copies})):
-                    container.clear()
-                    fill: Callable[[Any], None] = (
-                        container.extend if isinstance(container, (list, deque)) else container.update)
-                    fill(before)
-                    new.clear()  # it would keep them alive
-        if fakes.alive():
-            # A functools.cache can't be copied or asked for its values, but the garbage collector knows what it refers
-            # to.
-            plain = (torch.Tensor, tuple, *_CONTAINERS)
-            for cache in [each for each in gc.get_objects() if type(each) is _CACHE]:
-                held = [each for each in gc.get_referents(cache) if isinstance(each, plain)]
-                if any(type(each) is FakeTensor for each in _reached(held, {id(vars(cache))})):
-                    cache.cache_clear()
+
+    def put_back(self) -> None:
+        """Give containers with a new fake tensor their former contents; others stay, such as a cache of real ones."""
+        for container, before in self.containers.values():
+            if self._got_fake_tensor(container, before):
+                container.clear()
+                fill: Callable[[Any], None] = (
+                    container.extend if isinstance(container, (list, deque)) else container.update)
+                fill(before)
+
+    def _got_fake_tensor(self, container: Container, before: Container) -> bool:
+        known = {id(value) for value in _values(before)}
+        new = [value for value in _values(container) if id(value) not in known]
+        return bool(new) and _holds_fake_tensor(new, self.containers)
+
+
+def _empty_caches() -> None:
+    """Empty each ``functools.cache`` with a fake tensor.
+
+    A cache can't be copied or asked for its values, but the garbage collector knows what it refers to.
+    """
+    plain = (torch.Tensor, tuple, *_CONTAINERS)
+    caches = [found for found in gc.get_objects() if type(found) is _CACHE]
+    for cache in caches:
+        held = [value for value in gc.get_referents(cache) if isinstance(value, plain)]
+        if _holds_fake_tensor(held, [id(vars(cache))]):
+            cache.cache_clear()
+
+
+def _holds_fake_tensor(roots: Iterable[object], but: Collection[int]) -> bool:
+    """Whether a fake tensor can be reached from some objects, not through those with the ids ``but``."""
+    return any(type(reached) is FakeTensor for reached in _reached(roots, {*but}))
 
 
 def _reached(roots: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor | Container]:
-    """Yield the tensors and containers that can be reached; an object's ``__dict__`` is one of them."""
-    stack, classes = list(roots), set[type]()
-    while stack:
-        each = stack.pop()
-        if id(each) in seen or type(each) in weakref.ProxyTypes or isinstance(each, _OPAQUE):
+    """Yield the tensors and containers that can be reached; an object's ``__dict__`` is one of them.
+
+    seen : ids of objects that are not looked into; gets those of all that are
+    """
+    waiting, classes = list(roots), set[type]()
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or type(found) in weakref.ProxyTypes or isinstance(found, _OPAQUE):
             continue
-        if not gc.is_tracked(each) and not isinstance(each, _CONTAINERS):  # most objects: numbers, texts
+        if not gc.is_tracked(found) and not isinstance(found, _CONTAINERS):  # most objects: numbers, texts
             continue
-        seen.add(id(each))
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, FunctionType):
-            stack += [each.__dict__, *(each.__closure__ or ())]
-        elif isinstance(each, CellType):
-            stack += gc.get_referents(each)
-        elif isinstance(each, _CONTAINERS):
-            yield each
-            stack += _values(each)
-        elif isinstance(each, (tuple, frozenset)):
-            stack += each
+        seen.add(id(found))
+        if isinstance(found, torch.Tensor):
+            yield found
+        elif isinstance(found, FunctionType):
+            waiting += [found.__dict__, *(found.__closure__ or ())]
+        elif isinstance(found, CellType):
+            waiting += gc.get_referents(found)
+        elif isinstance(found, _CONTAINERS):
+            yield found
+            waiting += _values(found)
+        elif isinstance(found, (tuple, frozenset)):
+            waiting += found
         else:
-            stack += [getattr(each, "__dict__", None), *gc.get_referents(each)]
-            for kind in type(each).__mro__:  # attributes of its class, and globals of the file that defines it
-                if kind not in classes and not (kind.__module__ == "builtins" or kind.__module__.startswith("torch.")):
-                    classes.add(kind)
-                    space = vars(sys.modules.get(kind.__module__, object))
-                    stack += [value for held in (vars(kind), space) for value in held.values()
-                              if isinstance(value, _CONTAINERS)]
-                    if isinstance(space, dict) and id(space) not in seen:
-                        seen.add(id(space))
-                        yield space
+            waiting += [getattr(found, "__dict__", None), *gc.get_referents(found)]
+            for kind in type(found).__mro__:
+                builtin = kind.__module__ == "builtins" or kind.__module__.startswith("torch.")
+                if builtin or kind in classes:
+                    continue
+                classes.add(kind)
+                attributes, namespace = vars(kind), vars(sys.modules.get(kind.__module__, object))
+                waiting += [value for value in attributes.values() if isinstance(value, _CONTAINERS)]
+                waiting += [value for value in namespace.values() if isinstance(value, _CONTAINERS)]
+                if isinstance(namespace, dict) and id(namespace) not in seen:  # the globals of the class's file
+                    seen.add(id(namespace))
+                    yield namespace
 
 
 def _values(container: Container) -> list[object]:
     return list(container.values() if isinstance(container, dict) else container)
 
 
-def _name(leak: FakeTensor) -> str:
+def _holder_of(fake: FakeTensor) -> str:
     """Name the object, class or file that holds a fake tensor, and the attribute."""
-    level: list[object] = [leak]
-    seen, inside = {id(leak)}, {id(leak)}
+    level: list[object] = [fake]
+    seen, inside = {id(fake)}, {id(fake)}
     for _ in range(_DEPTH):  # from the inside out
-        level = [each for each in gc.get_referrers(*level) if id(each) not in seen and not isinstance(each, FrameType)]
-        seen |= {id(each) for each in level}
+        referrers = gc.get_referrers(*level)
+        level = [holder for holder in referrers if id(holder) not in seen and not isinstance(holder, FrameType)]
+        del referrers
+        seen |= {id(holder) for holder in level}
         for holder in level:
-            held = getattr(holder, "__dict__", {})
-            attribute = next((key for key, value in held.items() if id(value) in inside), None)
-            if attribute is not None and not isinstance(holder, FunctionType):
-                named = holder if isinstance(holder, (type, ModuleType)) else type(holder)
-                return f"{named.__name__}.{attribute}"
+            attributes = getattr(holder, "__dict__", {})
+            name = next((key for key, value in attributes.items() if id(value) in inside), None)
+            if name is not None and not isinstance(holder, FunctionType):
+                owner = holder if isinstance(holder, (type, ModuleType)) else type(holder)
+                return f"{owner.__name__}.{name}"
             inside.add(id(holder))
-        level = [each for each in level if not isinstance(each, (type, ModuleType, FunctionType))]
+        level = [holder for holder in level if not isinstance(holder, (type, ModuleType, FunctionType))]
     return "something in torch"
