@@ -222,7 +222,7 @@ class _Converter:
         place = self.place(raw.start_mark)
         if isinstance(raw, yaml_nodes.ScalarNode):
             quoted = raw.style is not None and not str(raw.tag).endswith("!tuple")  # a text in quotes is no tuple
-            value = raw.value if tag or not raw.tag.startswith(_YAML_TAG) else self.scalar(raw)
+            value = raw.value if tag or not str(raw.tag).startswith(_YAML_TAG) else self.scalar(raw)
             node = Node(value, place, key, tag, quoted)
         else:
             node = Node({} if isinstance(raw, yaml_nodes.MappingNode) else [], place, key, tag)
