@@ -78,50 +78,51 @@ class Books:
         Raises ``InvalidCode`` for the first id that isn't in its codebook.
         """
         try:
-            found = np.asarray(codes)
-            # Numbers beyond 2**63 become floats, which are rounded.
-            if found.dtype.kind == "f" and not isinstance(codes, np.ndarray) and _are_whole(
-                    exact := np.asarray(codes, object)):
-                found = exact
+            ids = _as_array(codes)
         except (TypeError, ValueError) as error:
             raise SbkitError(f"{where}: codes must be an array of whole numbers: {first_line(error)}") from error
-        if found.ndim not in (2, 3) or found.shape[-1] != len(self.sizes):
+        if ids.ndim not in (2, 3) or ids.shape[-1] != len(self.sizes):
             raise SbkitError(f"{where}: codes must be [frames, {len(self.sizes)}], one per codebook, not "
-                             f"{list(found.shape)}")
-        if found.dtype.kind not in "iu" and not _are_whole(found):
-            raise SbkitError(f"{where}: codes must be whole numbers, not {found.dtype}")
-        wrong = (found < 0) | (found >= np.array(self.sizes))
+                             f"{list(ids.shape)}")
+        if ids.dtype.kind not in "iu" and not _are_whole(ids):
+            raise SbkitError(f"{where}: codes must be whole numbers, not {ids.dtype}")
+        wrong = (ids < 0) | (ids >= np.array(self.sizes))
         if wrong.any():
-            index = tuple(map(int, np.argwhere(wrong)[0]))
-            *position, level = index
-            id, others = int(found[index]), int(wrong.sum()) - 1
-            place = f"frame {position[-1]}" if len(position) == 1 else f"utterance {position[0]}, frame {position[1]}"
-            more = f" ({others} more are out of range)" if others else ""
-            raise InvalidCode(
-                f"{where}: {place}, level {level}: id {id} is not in a codebook of {self.sizes[level]} entries{more}",
-                tuple(position), level, id, hint="are they from this codec? special tokens are not codes")
-        return found.astype(np.int64)
+            raise self._error(ids, wrong, where)
+        return ids.astype(np.int64)
 
-    def require(self, found: Books, where: str) -> None:
-        """Raise if ``found``, read from ``where``, are other codebooks than these."""
-        differ = []
-        for each in fields(self):
-            both = getattr(found, each.name), getattr(self, each.name)
-            if both[0] != both[1]:
-                differ.append(f"{each.name} " + " instead of ".join(
-                    f"{value[:12]}..." if isinstance(value, str) else str(value) for value in both))
-        if differ:
-            raise SbkitError(f"{where} has codes of another codec: {', '.join(differ)}",
+    def _error(self, ids: np.ndarray, wrong: np.ndarray, where: str) -> InvalidCode:
+        """Return an error that names the first of the wrong ids."""
+        index = tuple(map(int, np.argwhere(wrong)[0]))
+        *position, level = index
+        place = f"frame {position[-1]}" if len(position) == 1 else f"utterance {position[0]}, frame {position[1]}"
+        id = int(ids[index])
+        others = int(wrong.sum()) - 1
+        more = f" ({others} more are out of range)" if others else ""
+        return InvalidCode(
+            f"{where}: {place}, level {level}: id {id} is not in a codebook of {self.sizes[level]} entries{more}",
+            tuple(position), level, id, hint="are they from this codec? special tokens are not codes")
+
+    def require(self, other: Books, where: str) -> None:
+        """Raise if ``other``, read from ``where``, are other codebooks than these."""
+        differences = []
+        for field in fields(self):
+            expected = getattr(self, field.name)
+            actual = getattr(other, field.name)
+            if actual != expected:
+                differences.append(f"{field.name} {_shortened(actual)} instead of {_shortened(expected)}")
+        if differences:
+            raise SbkitError(f"{where} has codes of another codec: {', '.join(differences)}",
                              hint="create them again with this codec, or use the codec that created them")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return them as JSON data."""
+        """Return the codebooks as JSON data."""
         return asdict(self) | {"sizes": list(self.sizes)}
 
     @classmethod
     def from_dict(cls, values: object, where: str) -> Books:
-        """Read them from JSON data; raises if it is invalid."""
-        names = [each.name for each in fields(cls)]
+        """Read codebooks from JSON data; raises if it is invalid."""
+        names = [field.name for field in fields(cls)]
         if not isinstance(values, Mapping) or sorted(values) != sorted(names) or not isinstance(values["sizes"], list):
             raise SbkitError(f"{where} does not describe codebooks: it must have {', '.join(names)}")
         try:
@@ -134,6 +135,21 @@ def _whole(value: object, maximum: int) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 < int(value) <= maximum
 
 
+def _as_array(codes: ArrayLike) -> np.ndarray:
+    """Return codes as an array; numbers beyond 2**63 stay Python's, because numpy would round them to floats."""
+    array = np.asarray(codes)
+    if array.dtype.kind == "f" and not isinstance(codes, np.ndarray):
+        exact = np.asarray(codes, object)
+        if _are_whole(exact):
+            return exact
+    return array
+
+
 def _are_whole(values: np.ndarray) -> bool:
     """Whether an array of Python objects has only integers, which may be too large for other types."""
-    return values.dtype == object and all(type(each) is int for each in values.ravel())
+    return values.dtype == object and all(type(value) is int for value in values.ravel())
+
+
+def _shortened(value: object) -> str:
+    """Return a codebook's value for a message: the first digits of a hash."""
+    return f"{value[:12]}..." if isinstance(value, str) else str(value)

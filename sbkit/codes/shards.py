@@ -81,7 +81,8 @@ class Shard:
         return row
 
     def _part(self, name: str, ends: np.ndarray, index: int) -> np.ndarray:
-        return self._file.get_slice(name)[int(ends[index - 1]) if index else 0 : int(ends[index])]
+        start = int(ends[index - 1]) if index else 0
+        return self._file.get_slice(name)[start : int(ends[index])]
 
     @cached_property
     def _file(self) -> Any:  # safetensors' reader is untyped
@@ -101,20 +102,28 @@ class Shard:
     def _ends(self) -> dict[str, np.ndarray]:
         """The ends of each utterance's codes and row."""
         shapes = {name: self._file.get_slice(name).get_shape() for name in sorted(self._file.keys())}
-        codes, bytes = shapes.get("codes", []), shapes.get("rows", [])
-        if len(shapes) != 4 or len(codes) != 2 or codes[0] != self.frames or len(bytes) != 1 or any(
-                shapes.get(name) != [self.utterances] for name in ("ends", "row_ends")):
+        codes = shapes.get("codes", [])
+        rows = shapes.get("rows", [])
+        is_right = (len(shapes) == 4 and len(codes) == 2 and codes[0] == self.frames and len(rows) == 1
+                    and shapes.get("ends") == [self.utterances] and shapes.get("row_ends") == [self.utterances])
+        if not is_right:
             raise self._damaged(f"it holds {shapes}")
-        if (kind := self._file.get_slice("codes").get_dtype()) not in _WHOLE:
-            raise self._damaged(f"codes must be whole numbers, not {kind}")
-        if (kind := self._file.get_slice("rows").get_dtype()) != "U8":
-            raise self._damaged(f"rows must be bytes, not {kind}")
-        found = {name: self._file.get_tensor(name) for name in ("ends", "row_ends")}
-        for name, end, limit in (("ends", self.frames, MAX_FRAMES), ("row_ends", bytes[0], MAX_ROW_BYTES)):
-            steps = np.diff(found[name], prepend=0)
-            if found[name].dtype != np.int64 or steps.min() < 1 or steps.max() > limit or found[name][-1] != end:
-                raise self._damaged(f"{name} are not valid ends of utterances")
-        return found
+        codes_type = self._file.get_slice("codes").get_dtype()
+        if codes_type not in _WHOLE:
+            raise self._damaged(f"codes must be whole numbers, not {codes_type}")
+        rows_type = self._file.get_slice("rows").get_dtype()
+        if rows_type != "U8":
+            raise self._damaged(f"rows must be bytes, not {rows_type}")
+        return {"ends": self._read_ends("ends", self.frames, MAX_FRAMES),
+                "row_ends": self._read_ends("row_ends", rows[0], MAX_ROW_BYTES)}
+
+    def _read_ends(self, name: str, last: int, max_length: int) -> np.ndarray:
+        """Read the ends of parts of 1 to ``max_length`` items, of which the last one is ``last``."""
+        ends = self._file.get_tensor(name)
+        lengths = np.diff(ends, prepend=0)
+        if ends.dtype != np.int64 or lengths.min() < 1 or lengths.max() > max_length or ends[-1] != last:
+            raise self._damaged(f"{name} are not valid ends of utterances")
+        return ends
 
     def _damaged(self, what: str) -> SbkitError:
         return SbkitError(f"{self.path} is damaged: {what}", hint=_REPAIR)
@@ -167,26 +176,27 @@ class Codes:
         try:
             values = untrusted.read_json(path, _MANIFEST_BYTES)
         except FileNotFoundError:
-            why = f"has no codes: there is no {MANIFEST} in it" if self.folder.is_dir() else "does not exist"
-            raise SbkitError(f"{self.folder} {why}", hint="sbkit tokenize creates one") from None
+            problem = f"has no codes: there is no {MANIFEST} in it" if self.folder.is_dir() else "does not exist"
+            raise SbkitError(f"{self.folder} {problem}", hint="sbkit tokenize creates one") from None
         except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or first_line(error)
-            raise SbkitError(f"{path} cannot be read: {why}") from error
+            cause = getattr(error, "strerror", None) or first_line(error)
+            raise SbkitError(f"{path} cannot be read: {cause}") from error
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise SbkitError(f"{path} does not describe codes")
         if values.get("version") != VERSION:
             raise SbkitError(f"{path} has version {shown(values.get('version'))}, but this sbkit reads version "
                              f"{VERSION}", hint="install a newer sbkit")
         self.books = Books.from_dict(values.get("books"), f"{path}: books")
-        shards, self.made_from = values.get("shards"), values.get("made_from")
-        if not isinstance(shards, list) or not shards or not all(each in _SHARD for each in shards):
+        shards = values.get("shards")
+        self.made_from = values.get("made_from")
+        if not isinstance(shards, list) or not shards or not all(shard in _SHARD for shard in shards):
             raise SbkitError(f"{path}: shards must be a list that gives each file's name, utterances, frames, size and "
                              "sha256", hint=_REPAIR)
         if not isinstance(self.made_from, str | None):
             raise SbkitError(f"{path}: made_from must be a text", hint=_REPAIR)
         if books is not None:
             books.require(self.books, str(path))
-        self._shards = [Shard(self.folder / each.pop("file"), **each) for each in shards]
+        self._shards = [Shard(self.folder / shard.pop("file"), **shard) for shard in shards]
         self._starts = [0, *accumulate(shard.utterances for shard in self._shards)]
 
     def __len__(self) -> int:
@@ -211,12 +221,14 @@ class Codes:
 
     def check(self) -> None:
         """Raise if an id of any utterance isn't in its codebook."""
-        first, count = None, 0
+        first: InvalidCode | None = None
+        count = 0
         for index in range(len(self)):
             try:
                 self[index]
             except InvalidCode as error:
-                first, count = first or error, count + 1
+                first = first or error
+                count += 1
         if first is not None:
             raise InvalidCode(f"{first.message}; {count} of {len(self)} utterances have such ids", first.position,
                               first.level, first.id, hint=first.hint)
@@ -228,7 +240,9 @@ class CodesWriter:
     def __init__(self, folder: Path, books: Books, shard_frames: int, made_from: str | None):
         self.folder = folder
         """Other files written here become part of the folder."""
-        self._books, self._max_frames, self._made_from = books, shard_frames, made_from
+        self._books = books
+        self._max_frames = shard_frames
+        self._made_from = made_from
         self._ids: set[str] = set()
         self._codes: list[np.ndarray] = []
         self._rows: list[bytes] = []
@@ -241,28 +255,34 @@ class CodesWriter:
         Raises ``InvalidCode`` if an id isn't in its codebook, and ``UnstorableUtterance`` if the utterance is too large
         or not valid Unicode. Earlier utterances are kept, and others can be added.
         """
-        if not id or id in self._ids:
-            raise SbkitError(f"two utterances have the id {id!r}" if id else "an utterance has no id")
-        found = self._books.check(codes, id)
-        if found.ndim != 2 or not len(found):
+        if not id:
+            raise SbkitError("an utterance has no id")
+        if id in self._ids:
+            raise SbkitError(f"two utterances have the id {id!r}")
+        codes_TQ = self._books.check(codes, id)
+        if codes_TQ.ndim != 2 or not len(codes_TQ):
             raise SbkitError(f"{id}: the codes of an utterance must be [frames, levels] with at least one frame, not "
-                             f"{list(found.shape)}")
-        if len(found) > MAX_FRAMES:
-            raise UnstorableUtterance(id, f"it has {len(found):,} frames, but at most {MAX_FRAMES:,} are allowed")
-        values = {"id": id, "text": text, "speaker": speaker}
-        given = {name: value for name, value in values.items() if value is not None}
-        if not is_valid_unicode(given.values()):
+                             f"{list(codes_TQ.shape)}")
+        if len(codes_TQ) > MAX_FRAMES:
+            raise UnstorableUtterance(id, f"it has {len(codes_TQ):,} frames, but at most {MAX_FRAMES:,} are allowed")
+        facts = {"id": id}
+        if text is not None:
+            facts["text"] = text
+        if speaker is not None:
+            facts["speaker"] = speaker
+        if not is_valid_unicode(facts.values()):
             raise UnstorableUtterance(id, "its id, text or speaker is not valid Unicode")
-        row = json.dumps(given).encode()
+        row = json.dumps(facts).encode()
         if len(row) > MAX_ROW_BYTES:
             raise UnstorableUtterance(id, f"its id, text and speaker have {disk.size(len(row))}, but at most "
                               f"{disk.size(MAX_ROW_BYTES)} are allowed")
-        if self._codes and (self._frames + len(found) > self._max_frames or len(self._rows) == MAX_ROWS):
+        is_full = self._frames + len(codes_TQ) > self._max_frames or len(self._rows) == MAX_ROWS
+        if self._codes and is_full:
             self._write()
         self._ids.add(id)
-        self._codes.append(found.astype(self._books.dtype))
+        self._codes.append(codes_TQ.astype(self._books.dtype))
         self._rows.append(row)
-        self._frames += len(found)
+        self._frames += len(codes_TQ)
 
     def close(self) -> None:
         """Write the last shard and the manifest."""
@@ -270,21 +290,23 @@ class CodesWriter:
             self._write()
         if not self._shards:
             raise SbkitError("there are no codes to write: no utterance was added")
-        described = {"format": FORMAT, "version": VERSION, "books": self._books.to_dict(), "shards": self._shards}
+        manifest = {"format": FORMAT, "version": VERSION, "books": self._books.to_dict(), "shards": self._shards}
         if self._made_from is not None:
-            described["made_from"] = self._made_from
-        (self.folder / MANIFEST).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+            manifest["made_from"] = self._made_from
+        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
     def _write(self) -> None:
         path = self.folder / f"codes-{len(self._shards):05d}.safetensors"
-        tensors = {"codes": np.concatenate(self._codes), "ends": np.cumsum([len(each) for each in self._codes]),
+        tensors = {"codes": np.concatenate(self._codes), "ends": np.cumsum([len(codes) for codes in self._codes]),
                    "rows": np.frombuffer(b"".join(self._rows), np.uint8),
-                   "row_ends": np.cumsum([len(each) for each in self._rows])}
+                   "row_ends": np.cumsum([len(row) for row in self._rows])}
         save_file(tensors, path)
         path.chmod(0o644)  # safetensors makes it readable by the owner only
         shard = Shard(path, len(self._rows), len(tensors["codes"]), path.stat().st_size, disk.sha256(path))
         self._shards.append(shard.to_dict())
-        self._codes, self._rows, self._frames = [], [], 0
+        self._codes = []
+        self._rows = []
+        self._frames = 0
 
 
 @contextlib.contextmanager

@@ -108,7 +108,8 @@ def number_parser(kind: Callable[[str], _Number], allowed: Number, what: str = "
     """Make a parser of the allowed numbers; ``what`` describes them."""
     def parse(text: str) -> _Number:
         with contextlib.suppress(ValueError):
-            if (value := kind(text)) in allowed:
+            value = kind(text)
+            if value in allowed:
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is not {what or allowed}")
 

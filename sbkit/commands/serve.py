@@ -40,10 +40,10 @@ def add(parser: argparse.ArgumentParser) -> None:
                              f"that they are sent elsewhere; a second signal ends it ({DRAIN_SECONDS:g}; 0: none)")
     parser.add_argument("--grace-seconds", type=above, default=GRACE_SECONDS, metavar="S",
                         help=f"time after that to finish requests in flight ({GRACE_SECONDS:g})")
-    for each in dataclasses.fields(Limits):
-        parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(each.default), default=argparse.SUPPRESS,
-                            metavar="S" if "seconds" in each.name else "N",
-                            help=f"{each.metadata['help']} ({each.default:g})")
+    for limit in dataclasses.fields(Limits):
+        parser.add_argument(f"--{limit.name.replace('_', '-')}", type=type(limit.default), default=argparse.SUPPRESS,
+                            metavar="S" if "seconds" in limit.name else "N",
+                            help=f"{limit.metadata['help']} ({limit.default:g})")
     add_vad(parser)
     add_search(parser)
 

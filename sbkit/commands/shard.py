@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.data.remote import Remote, check_schemes
     from sbkit.data.shards import write_shards
 
-    source, out = Path(args.manifest), Path(args.out)
+    source = Path(args.manifest)
+    out = Path(args.out)
     if (out / f"{source.stem}.csv").resolve() == source.resolve():
         raise SbkitError(f"the manifest of the shards would overwrite {source}", hint="choose another folder")
     rows = Manifest.read(source, args.data_root, remote=Remote(check_schemes("--schemes", args.schemes)))
