@@ -87,7 +87,9 @@ class PhraseReader:
     """
 
     def __init__(self, config: VoiceConfig, skip_unknown: bool = False):
-        self._symbols, self._max_symbols, self._skip = VoiceSymbols(config), config.max_symbols, skip_unknown
+        self._symbols = VoiceSymbols(config)
+        self._max_symbols = config.max_symbols
+        self._skip = skip_unknown
         self.unknown = Unknown()
         """The characters of the last text that the voice never learnt."""
 
@@ -96,14 +98,17 @@ class PhraseReader:
 
         Raises ``UnspeakableText`` at its end if something in it can't be spoken, or if it has no words.
         """
-        self.unknown = unknown = Unknown()
-        buffer, spoke, pauses = _PhraseBuffer(self._symbols.space, self._max_symbols), False, False
-        empty = True
+        unknown = Unknown()
+        self.unknown = unknown
+        buffer = _PhraseBuffer(self._symbols.space, self._max_symbols)
+        has_words = False
+        has_speech = False
+        pauses = False  # before the next word
         blocks = map(self._symbols.look_up, [text] if isinstance(text, str) else text)
         for word in words(blocks, max(self._max_symbols, _LONGEST_WORD)):
-            empty = False
+            has_words = True
             written, ids = self._symbols.spell(word.text, word.places, unknown)
-            spoke = spoke or bool(ids)
+            has_speech = has_speech or bool(ids)
             if unknown.counts and not self._skip:
                 continue  # only look for more errors
             if word.first:
@@ -120,22 +125,26 @@ class PhraseReader:
         if unknown.counts and not self._skip:
             raise unknown.error()
         yield from buffer.flush(SENTENCE_PAUSE)
-        if not spoke:
-            raise UnspeakableText("the text is empty" if empty else
-                                  "the text has only characters that the voice never learnt",
-                                  hint="give it some words to say")
+        if not has_speech:
+            problem = "the text has only characters that the voice never learnt" if has_words else "the text is empty"
+            raise UnspeakableText(problem, hint="give it some words to say")
 
 
 def words(blocks: Iterable[str], longest: int) -> Iterator[TextWord]:
     """Yield the words of a text that is given in blocks; words of more than ``longest`` characters are cut."""
-    line, character, breaks, pending = 1, 1, 2, ""
+    line = 1
+    character = 1
+    breaks = 2  # line breaks before the pending word; two begin a paragraph
+    pending = ""  # a word that may go on in the next block
     joined = False
-    place = TextPosition()
+    place = TextPosition()  # of the pending word
     for run in (match[0] for block in blocks for match in _RUN.finditer(block)):
         if run.isspace():
             if pending:
                 yield from _parts(pending, place, joined, breaks > 1)
-                pending, joined, breaks = "", False, 0
+                pending = ""
+                joined = False
+                breaks = 0
             breaks += run.count("\n")
             line += run.count("\n")
             character = len(run) - run.rindex("\n") if "\n" in run else character + len(run)
@@ -145,9 +154,12 @@ def words(blocks: Iterable[str], longest: int) -> Iterator[TextWord]:
         pending += run
         character += len(run)
         while len(pending) > 2 * longest:  # too long, but not cut before a combining mark
-            cut = next((at for at in range(longest, 0, -1) if not unicodedata.combining(pending[at])), longest)
+            cuts = (index for index in range(longest, 0, -1) if not unicodedata.combining(pending[index]))
+            cut = next(cuts, longest)
             yield from _parts(pending[:cut], place, joined, breaks > 1)
-            pending, joined, breaks = pending[cut:], True, 0
+            pending = pending[cut:]
+            joined = True
+            breaks = 0
             place = TextPosition(line, place.character + cut)
     if pending:
         yield from _parts(pending, place, joined, breaks > 1)
@@ -155,17 +167,18 @@ def words(blocks: Iterable[str], longest: int) -> Iterator[TextWord]:
 
 def _parts(text: str, place: TextPosition, joined: bool, first: bool) -> Iterator[TextWord]:
     """Split text without spaces after its sentences."""
-    at = 0
-    for part in _SENTENCE.findall(text):
-        yield TextWord(part, TextPosition(place.line, place.character + at), joined or at > 0, first and not at)
-        at += len(part)
+    for match in _SENTENCE.finditer(text):
+        start = match.start()
+        part_place = TextPosition(place.line, place.character + start)
+        yield TextWord(match[0], part_place, joined=joined or start > 0, first=first and start == 0)
 
 
 class _PhraseBuffer:
     """The words so far of a sentence, never more than fit in a phrase."""
 
     def __init__(self, space: int | None, max_symbols: int):
-        self._space, self._max_symbols = () if space is None else (space,), max_symbols
+        self._space = () if space is None else (space,)
+        self._max_symbols = max_symbols
         self._words: list[SpelledWord] = []
 
     def add(self, text: str, ids: list[int], joined: bool) -> Iterator[Phrase]:
@@ -176,11 +189,13 @@ class _PhraseBuffer:
             word = SpelledWord(text if whole else text[begin : begin + self._max_symbols], part, joined or begin > 0)
             if self._size([*self._words, word]) > self._max_symbols:
                 # End the phrase at the last mark between clauses, if any.
-                marks = [count for count, each in enumerate(self._words, 1)
-                         if each.text.rstrip(CLOSING).endswith(tuple(CLAUSE))]
-                if marks:
-                    done, self._words = self._words[: marks[-1]], self._words[marks[-1] :]
-                    yield self._phrase(done, 0.0 if (self._words or [word])[0].joined else CLAUSE_PAUSE)
+                clause_ends = [count for count, earlier in enumerate(self._words, 1)
+                               if earlier.text.rstrip(CLOSING).endswith(tuple(CLAUSE))]
+                if clause_ends:
+                    phrase_words = self._words[: clause_ends[-1]]
+                    self._words = self._words[clause_ends[-1] :]
+                    next_word = self._words[0] if self._words else word
+                    yield self._phrase(phrase_words, 0.0 if next_word.joined else CLAUSE_PAUSE)
             if self._size([*self._words, word]) > self._max_symbols:
                 yield from self.flush(0.0 if word.joined else WORD_PAUSE)
             self._words.append(word)
@@ -196,12 +211,13 @@ class _PhraseBuffer:
 
     def _phrase(self, words: list[SpelledWord], pause: float) -> Phrase:
         ids: list[int] = []
-        places, text = [], ""
+        spans = []
+        text = ""
         for number, word in enumerate(words):
             if number and not word.joined:
                 ids += self._space
                 text += SPACE
-            places.append((word.text, len(ids), len(ids) + len(word.ids)))
+            spans.append((word.text, len(ids), len(ids) + len(word.ids)))
             ids += word.ids
             text += word.text
-        return Phrase(tuple(ids), tuple(places), text, pause)
+        return Phrase(tuple(ids), tuple(spans), text, pause)

@@ -71,7 +71,8 @@ def speak(request: SpeakRequest) -> int:
             # In another thread: Ctrl-C in a callback of libsndfile would be lost.
             with _encoder(request.to, kind, config.sample_rate) as encoder, \
                     ThreadPoolExecutor(1, "sbkit-sound") as thread:
-                began, seconds = time.perf_counter(), 0.0
+                began = time.perf_counter()
+                seconds = 0.0
                 parts = voice.say(_blocks(text, request), request.voice, request.speed, request.skip_unknown)
                 with progress(what="speaking", total=count, unit="char", show=count > config.max_symbols) as bar:
                     for speech in parts:
@@ -130,9 +131,14 @@ def _blocks(text: IO[str], request: SpeakRequest) -> Iterator[str]:
         while block := text.read(_BLOCK):
             yield block
     except (UnicodeDecodeError, OSError) as error:
-        name = request.file or ("standard input" if request.text == STD else "the text")
-        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error.reason})"
-        raise SbkitError(f"{name} cannot be read: {why}", hint="give a file of text in UTF-8") from error
+        if request.file is not None:
+            name = str(request.file)
+        elif request.text == STD:
+            name = "standard input"
+        else:
+            name = "the text"
+        cause = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error.reason})"
+        raise SbkitError(f"{name} cannot be read: {cause}", hint="give a file of text in UTF-8") from error
 
 
 # ---------------------------------------------------------------------- the sound

@@ -58,14 +58,16 @@ class Unknown:
 
     def __str__(self) -> str:
         """Name the first ``_CHARACTERS`` of them."""
-        lines = any(place.line > 1 for places in self.places.values() for place in places)
+        has_lines = any(place.line > 1 for places in self.places.values() for place in places)
         shown = []
         for character, positions in list(self.places.items())[:_CHARACTERS]:
             name = f"{character!r}" if character.isprintable() else f"U+{ord(character):04X}"
-            where = "; ".join((f"line {each.line}, " if lines else "") + f"character {each.character}"
-                              for each in positions)
+            places = [f"line {place.line}, character {place.character}" if has_lines else f"character {place.character}"
+                      for place in positions]
             more = self.counts[character] - len(positions)
-            shown.append(f"{name} ({where}{f'; {more} more' if more else ''})")
+            if more:
+                places.append(f"{more} more")
+            shown.append(f"{name} ({'; '.join(places)})")
         if len(self.places) > _CHARACTERS:
             shown.append(f"{len(self.places) - _CHARACTERS} others")
         return ", ".join(shown)
@@ -82,7 +84,13 @@ class VoiceSymbols:
         self._ids = {symbol: number for number, symbol in enumerate(config.symbols) if number}
         self._pronunciation = None if config.spelling is None else pronunciation(config.spelling)
         self._characters = set(config.characters) or self._ids.keys()
-        self._upper, self._lower = (any(map(has, self._characters)) for has in (str.isupper, str.islower))
+        has_upper = any(map(str.isupper, self._characters))
+        has_lower = any(map(str.islower, self._characters))
+        self._change_case: Callable[[str], str] | None = None
+        if has_upper and not has_lower:
+            self._change_case = str.upper
+        elif has_lower and not has_upper:
+            self._change_case = str.lower
         self._rules = config.rules
         self.space = self._ids.get(SPACE)
         """The id of a space, if it is a symbol."""
@@ -95,32 +103,42 @@ class VoiceSymbols:
         around the word, which need not be spoken."""
         written = self._normalised(word)
         positions = list(islice(places, len(word)))
-        # Marks around the word need not be spoken.
+        self._add_unknown_characters(word, written, positions, unknown)
+        spoken = self._spoken(written)
+        if self._pronunciation is None:
+            return written, [self._ids[character] for character in spoken if character in self._ids]
+
+        ids = []
+        unknown_phones = []
+        for symbol, _ in phones(spoken, self._pronunciation):
+            if symbol in self._ids:
+                ids.append(self._ids[symbol])
+            elif symbol != SPACE:
+                unknown_phones.append(symbol)
+        if positions:
+            for symbol in unknown_phones:
+                unknown.add(f"[{symbol}] in {spoken}", positions[0])
+            if not ids and split_punctuation(spoken)[1]:
+                unknown.add(spoken, positions[0])  # espeak-ng has no sound for it
+        return written, ids
+
+    def _add_unknown_characters(self, word: str, written: str, positions: list[TextPosition], unknown: Unknown) -> None:
+        """Add the characters of a normalised word that aren't the voice's, except marks around it."""
         begin = len(written) - len(written.lstrip(OPENING + CLAUSE + ENDS))
         end = len(written.rstrip(CLOSING + ENDS + CLAUSE))
-        missing = [at for at in range(begin, end)
-                   if written[at] not in self._characters and not self._is_dropped(written[at])]
-        origins = _origins(word, written, self._normalised) if missing else []
-        for at in missing:
-            unknown.add(word[at] if len(word) == len(written) else written[at], positions[origins[at]])
-        known, first = self._spoken(written), positions[0] if positions else None
-        if self._pronunciation is None:
-            return written, [self._ids[character] for character in known if character in self._ids]
-        ids = []
-        for symbol, _ in phones(known, self._pronunciation):
-            if (number := self._ids.get(symbol)) is not None:
-                ids.append(number)
-            elif first is not None and symbol != SPACE:
-                unknown.add(f"[{symbol}] in {known}", first)
-        if not ids and first is not None and split_punctuation(known)[1]:
-            unknown.add(known, first)  # espeak-ng has no sound for it
-        return written, ids
+        missing = [index for index in range(begin, end)
+                   if written[index] not in self._characters and not self._is_dropped(written[index])]
+        if missing:
+            same_length = len(word) == len(written)
+            origins = _origins(word, written, self._normalised)
+            for index in missing:
+                unknown.add(word[index] if same_length else written[index], positions[origins[index]])
 
     def look_up(self, text: str) -> str:
         """Look up the pronunciations of a text's words in one batch; returns the text."""
         if self._pronunciation is not None:
-            known = (part for word in text.split() for part in self._spoken(self._normalised(word)).split(SPACE))
-            self._pronunciation.learn(split_punctuation(part)[1] for part in known)
+            parts = (part for word in text.split() for part in self._spoken(self._normalised(word)).split(SPACE))
+            self._pronunciation.learn(split_punctuation(part)[1] for part in parts)
         return text
 
     def _normalised(self, word: str) -> str:
@@ -128,16 +146,16 @@ class VoiceSymbols:
         if self._rules is not None:
             word = self._rules.fold(word)
         word = unicodedata.normalize("NFC", word)
-        if self._upper != self._lower and (self._rules is None or self._rules.case == "keep"):
-            word = unicodedata.normalize("NFC", word.upper() if self._upper else word.lower())
+        if self._change_case is not None and (self._rules is None or self._rules.case == "keep"):
+            word = unicodedata.normalize("NFC", self._change_case(word))
         return word
 
     def _spoken(self, written: str) -> str:
         """Return the spoken part of a word, as in the voice's training texts; it may be several words."""
         if self._rules is None:
             return "".join(filter(self._characters.__contains__, written))
-        return self._rules.words("".join(
-            each for each in written if each in self._characters or self._is_dropped(each)))
+        return self._rules.words("".join(character for character in written
+                                         if character in self._characters or self._is_dropped(character)))
 
     def _is_dropped(self, character: str) -> bool:
         """Whether the rules turn this mark into a space or nothing: it isn't read aloud, unlike ``%``."""
@@ -145,8 +163,12 @@ class VoiceSymbols:
 
 
 def _origins(word: str, written: str, write: Callable[[str], str]) -> list[int]:
-    """Return for each character of a normalised word where it comes from in the word."""
+    """Return for each character of a normalised word the index of the character of the word that it comes from.
+
+    write : normalises a word
+    """
     if len(word) == len(written) or len(word) > _EXACT:
-        return [min(at, len(word) - 1) for at in range(len(written))]
+        return [min(index, len(word) - 1) for index in range(len(written))]
+    # A character comes from the last one whose preceding characters are written before it.
     sizes = [len(write(word[:end])) for end in range(len(word))]
-    return [max((end for end, size in enumerate(sizes) if size <= at), default=0) for at in range(len(written))]
+    return [max((end for end, size in enumerate(sizes) if size <= index), default=0) for index in range(len(written))]

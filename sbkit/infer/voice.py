@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -66,9 +67,11 @@ def pauses(pieces: Iterator[Phrase], speed: float) -> Iterator[tuple[Phrase, flo
 
 
 def joined(parts: Sequence[Speech], pieces: Sequence[Phrase]) -> Speech:
+    """Join the speech of a text's phrases."""
     words: list[SpokenWord] = []
     sentences: list[str] = []
-    samples, in_sentence = 0, False
+    samples = 0
+    in_sentence = False
     for part, piece in zip(parts, pieces, strict=True):
         offset = samples / part.sample_rate
         words += [word._replace(start=word.start + offset, end=word.end + offset) for word in part.words]
@@ -80,6 +83,19 @@ def joined(parts: Sequence[Speech], pieces: Sequence[Phrase]) -> Speech:
         in_sentence = not piece.ends
     return replace(parts[0], text=" ".join(sentences), samples=np.concatenate([part.samples for part in parts]),
                    words=words, sentences=sentences)
+
+
+class _PendingSpeech(NamedTuple):
+    """A phrase that is being computed, and the seconds of silence before it."""
+
+    piece: Phrase
+    pause: float
+    outputs: Future[list[SpeechOutput]]
+
+    def speech(self, config: VoiceConfig) -> Speech:
+        """Wait for the phrase's speech."""
+        [output] = self.outputs.result()
+        return spoken(self.piece, output, config, self.pause)
 
 
 class Voice(LoadedBundle[VoiceEngine]):
@@ -127,22 +143,22 @@ class Voice(LoadedBundle[VoiceEngine]):
         return self._say(PhraseReader(self.engine.config, skip_unknown).read(text), voice, speed)
 
     def _say(self, pieces: Iterator[Phrase], voice: str | None, speed: float) -> Iterator[Speech]:
-        speaker, speed = speaker_of(self.engine.config, voice), check_speed(speed)
-        return self._spoken(pieces, speaker, speed)
+        # Not a generator, so that wrong arguments raise when it is called.
+        return self._spoken(pieces, speaker_of(self.engine.config, voice), check_speed(speed))
 
     def _spoken(self, pieces: Iterator[Phrase], speaker: int, speed: float) -> Iterator[Speech]:
-        pending = None  # computed while the one before is played
+        pending: _PendingSpeech | None = None  # computed while the one before is played
         try:
             for piece, pause in pauses(pieces, speed):
-                sounds = self.engine.submit([SpeechInput(piece.ids, speaker, speed)])
+                outputs = self.engine.submit([SpeechInput(piece.ids, speaker, speed)])
                 if pending is not None:
-                    yield spoken(pending[0], pending[2].result()[0], self.engine.config, pending[1])
-                pending = piece, pause, sounds
+                    yield pending.speech(self.engine.config)
+                pending = _PendingSpeech(piece, pause, outputs)
             if pending is not None:
-                yield spoken(pending[0], pending[2].result()[0], self.engine.config, pending[1])
+                yield pending.speech(self.engine.config)
         finally:
             if pending is not None:
-                pending[2].cancel()
+                pending.outputs.cancel()
 
 
 def speaker_of(config: VoiceConfig, name: str | None) -> int:

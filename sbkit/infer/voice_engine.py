@@ -59,7 +59,7 @@ class VoiceEngine(BatchEngine):
         for line in lines:
             if not 0 < len(line) <= self.config.max_symbols:
                 raise ValueError(f"a line must have 1 to {self.config.max_symbols} symbols, not {len(line)}")
-            if not all(isinstance(each, (int, np.integer)) and 1 <= each < symbols for each in line.ids):
+            if not all(isinstance(id, (int, np.integer)) and 1 <= id < symbols for id in line.ids):
                 raise ValueError(f"ids of symbols must be whole numbers from 1 to {symbols - 1}")
             if not isinstance(line.speaker, (int, np.integer)) or not 0 <= line.speaker < speakers:
                 raise ValueError(f"a speaker must be a whole number from 0 to {speakers - 1}, not {line.speaker!r}")
@@ -86,19 +86,21 @@ class VoiceEngine(BatchEngine):
         text, lengths = pad([np.array(line.ids, dtype=np.int64) for line in lines])
         speaker = np.array([line.speaker for line in lines], dtype=np.int64)
         speed = np.array([line.speed for line in lines], dtype=np.float32)
-        found = self.compute(text, lengths, speaker, speed)
-        if [each.ndim for each in found] != [2, 1, 2] or any(len(each) != len(lines) for each in found):
-            raise SbkitError(f"the voice output {[list(each.shape) for each in found]} for {len(lines)} texts",
+        outputs = self.compute(text, lengths, speaker, speed)
+        if [output.ndim for output in outputs] != [2, 1, 2] or any(len(output) != len(lines) for output in outputs):
+            raise SbkitError(f"the voice output {[list(output.shape) for output in outputs]} for {len(lines)} texts",
                              hint="export it again")
         speech = []
-        for audio, samples, durations, symbols in zip(*found, lengths.tolist(), strict=True):
+        for audio, samples, durations, symbols in zip(*outputs, lengths.tolist(), strict=True):
             if not 0 <= samples <= len(audio):
                 raise SbkitError(f"the voice output {len(audio)} samples but {samples} as their number",
                                  hint="export it again")
-            audio, frames = audio[:samples], durations[:symbols]  # without the row's padding
-            for what, wrong in (("samples", not np.isfinite(audio).all()), ("durations", frames.min() < 0)):
-                if wrong:
-                    raise SbkitError(f"the voice output {what} that are not numbers", hint="was it trained to the end?")
+            audio = audio[:samples]  # without the row's padding
+            frames = durations[:symbols]
+            if not np.isfinite(audio).all():
+                raise SbkitError("the voice output samples that are not numbers", hint="was it trained to the end?")
+            if frames.min() < 0:
+                raise SbkitError("the voice output durations that are not numbers", hint="was it trained to the end?")
             # Copies: a view would keep the whole batch in memory.
             speech.append(SpeechOutput(audio.clip(-1.0, 1.0), frames.astype(np.int64)))
         return speech
