@@ -56,11 +56,13 @@ class LineMessages:
 
     def __init__(self, text: Callable[[Sequence[Word]], str]):
         self._text = text
-        self._shown = ("", "")
+        self._shown = ("", "")  # the settled text and the whole text of the line in progress
 
     def message(self, line: TranscriptLine) -> dict[str, Any] | None:
         """Return the object of a line; None if nothing is new."""
-        words, settled, text = line.words, self._text(line.settled), self._text(line.words)
+        words = line.words
+        settled = self._text(line.settled)
+        text = self._text(words)
         start = {"start": round(words[0].start, 3)} if words else {}
         if line.complete:
             self._shown = ("", "")

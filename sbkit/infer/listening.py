@@ -57,7 +57,8 @@ class CtrlC(AbstractContextManager["CtrlC"]):
     """Lets Ctrl-C interrupt the wait for an item, but not its processing."""
 
     def __enter__(self) -> CtrlC:
-        self._pressed = self._defers = False
+        self._pressed = False
+        self._defers = False
         self._before = signal.getsignal(signal.SIGINT)
         if self._before is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._press)
@@ -81,7 +82,7 @@ class CtrlC(AbstractContextManager["CtrlC"]):
         self._pressed = True
 
 
-class _Recogniser(ABC):
+class _LiveTranscriber(ABC):
     """Turns samples into lines."""
 
     delay: str
@@ -93,19 +94,19 @@ class _Recogniser(ABC):
 
     @abstractmethod
     def finish(self) -> list[TranscriptLine]:
-        """Recognise the rest at the end of the samples."""
+        """Transcribe the rest at the end of the samples."""
 
     @property
     @abstractmethod
     def seconds(self) -> float:
-        """The seconds that were recognised."""
+        """The seconds that were transcribed."""
 
 
-class _ByChunks(_Recogniser):
-    """With a streaming graph, chunk by chunk."""
+class _ByChunks(_LiveTranscriber):
+    """Uses a streaming graph, chunk by chunk."""
 
-    def __init__(self, engine: StreamEngine, search: Decoder[Any], chunk: int | None, rate: int):
-        self._stream = Stream(engine, search, chunk, rate)
+    def __init__(self, engine: StreamEngine, decoder: Decoder[Any], chunk: int | None, rate: int):
+        self._stream = Stream(engine, decoder, chunk, rate)
         self._lines = Lines(engine.config.chunk_seconds)
         self._seconds = 0.0
         self.delay = f"in chunks of {1000 * self._stream.chunk_seconds:g} ms"
@@ -126,13 +127,13 @@ class _ByChunks(_Recogniser):
         return [line for result in results for line in self._lines.add(result)]
 
 
-class _ByTail(_Recogniser):
-    """With a model for whole recordings, line by line."""
+class _ByTail(_LiveTranscriber):
+    """Uses a model for whole recordings, line by line."""
 
     delay = "whose lines are decoded again and again, because the model has no streaming graph"
 
-    def __init__(self, engine: Engine, search: Decoder[Any], rate: int):
-        self._stream = TailStream(engine, search, rate)
+    def __init__(self, engine: Engine, decoder: Decoder[Any], rate: int):
+        self._stream = TailStream(engine, decoder, rate)
 
     def feed(self, samples: np.ndarray) -> list[TranscriptLine]:
         return self._stream.feed(samples)
@@ -146,7 +147,7 @@ class _ByTail(_Recogniser):
 
 
 def _open(request: ListenRequest) -> StreamEngine | Engine:
-    """Load the model that recognises live speech, as ``sbkit serve`` chooses it."""
+    """Load the model that transcribes live speech, as ``sbkit serve`` chooses it."""
     config = Config.read(request.bundle)
     model = formats.choose(request.bundle, config.models, request.model)
     if has_streaming_graph(config, model):
@@ -185,17 +186,21 @@ def _listen(engine: StreamEngine | Engine, request: ListenRequest, search: dict[
         source = Pcm(open(pcm.fileno(), "rb", closefd=False), rate)  # noqa: SIM115  not ours to close
     else:
         source = Microphone(request.rate, engine.config.sample_rate, request.microphone)
-    searches = decoder(engine.vocabulary, search)
-    recogniser: _Recogniser
+    model_decoder = decoder(engine.vocabulary, search)
+    transcriber: _LiveTranscriber
     if isinstance(engine, StreamEngine):
-        recogniser = _ByChunks(engine, searches, request.chunk, source.rate)
+        transcriber = _ByChunks(engine, model_decoder, request.chunk, source.rate)
     else:
-        recogniser = _ByTail(engine, searches, source.rate)
-    print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz {recogniser.delay}; Ctrl-C ends it",
+        transcriber = _ByTail(engine, model_decoder, source.rate)
+    print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz {transcriber.delay}; Ctrl-C ends it",
           file=sys.stderr)
-    captions: Captions = Json(engine.vocabulary.text, sys.stdout) if request.json else \
-        TerminalCaptions(engine.vocabulary.space, sys.stdout) if sys.stdout.isatty() else \
-        Plain(engine.vocabulary.text, sys.stdout)
+    captions: Captions
+    if request.json:
+        captions = Json(engine.vocabulary.text, sys.stdout)
+    elif sys.stdout.isatty():
+        captions = TerminalCaptions(engine.vocabulary.space, sys.stdout)
+    else:
+        captions = Plain(engine.vocabulary.text, sys.stdout)
     code = 0
     failed: SbkitError | None = None
 
@@ -206,13 +211,13 @@ def _listen(engine: StreamEngine | Engine, request: ListenRequest, search: dict[
     try:
         try:
             for samples in ctrl_c.defer_during(source):
-                show(recogniser.feed(samples))
+                show(transcriber.feed(samples))
         except KeyboardInterrupt:
             code = _STOPPED
         except SbkitError as error:  # of the source: what it recorded is still decoded
             failed = error
-        show(recogniser.finish())
-        captions.end(recogniser.seconds)
+        show(transcriber.finish())
+        captions.end(transcriber.seconds)
     finally:
         captions.close()
     if source.warning is not None:  # after the line in progress

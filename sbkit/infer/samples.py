@@ -25,25 +25,27 @@ def as_int(value: object) -> int | None:
     return None
 
 
-def check_samples(given: object) -> np.ndarray:
+def check_samples(piece: object) -> np.ndarray:
     """Return samples [N] as an array of floats from -1 to 1, or int16; raises if they can't be samples."""
-    if isinstance(given, (str, os.PathLike)):
-        raise SbkitError(f"a piece of a stream is {str(given)[:80]!r}, but must be an array of samples",
+    if isinstance(piece, (str, os.PathLike)):
+        raise SbkitError(f"a piece of a stream is {str(piece)[:80]!r}, but must be an array of samples",
                          hint="read the file first: samples, rate = soundfile.read(FILE); or transcribe it")
-    if isinstance(given, (bytes, bytearray)):
+    if isinstance(piece, (bytes, bytearray)):
         raise SbkitError("a piece of a stream is bytes, but must be an array of samples",
                          hint="for 16-bit PCM: np.frombuffer(data, np.int16)")
     try:
-        samples = np.asarray(given)
+        samples = np.asarray(piece)
     except (TypeError, ValueError) as error:
         raise SbkitError(f"a piece of a stream is not an array of samples: {first_line(error)}") from None
     if samples.dtype.kind == "O":
-        raise SbkitError(f"a piece of a stream is {type(given).__name__}, but must be an array of samples",
+        raise SbkitError(f"a piece of a stream is {type(piece).__name__}, but must be an array of samples",
                          hint="give floats from -1 to 1, or int16")
     if samples.ndim != 1:
+        hint = "give an array of samples"
+        if samples.ndim == 2:
+            hint = "mix the channels: samples.mean(1), if they are [N, channels]"
         raise SbkitError(f"a piece of a stream has the shape {[*samples.shape]}, but must be one channel's [N]",
-                         hint="mix the channels: samples.mean(1), if they are [N, channels]" if samples.ndim == 2
-                         else "give an array of samples")
+                         hint=hint)
     if samples.dtype == np.int16:
         return samples
     if samples.dtype.kind != "f":
@@ -86,16 +88,18 @@ class Resampler:
     """Resamples one stream to the model's rate, as samples come.
 
     rate : the samples'
-    own : the model's
+    model_rate : the model's
     """
 
-    def __init__(self, rate: int, own: int):
-        self.rate, self._own = check_rate(rate), own
+    def __init__(self, rate: int, model_rate: int):
+        self.rate = check_rate(rate)
+        self._model_rate = model_rate
         self.reset()
 
     def reset(self) -> None:
-        self._stream = soxr.ResampleStream(self.rate, self._own, 1, dtype="float32", quality="MQ") \
-            if self.rate != self._own else None
+        self._stream: soxr.ResampleStream | None = None
+        if self.rate != self._model_rate:
+            self._stream = soxr.ResampleStream(self.rate, self._model_rate, 1, dtype="float32", quality="MQ")
 
     def __call__(self, samples: np.ndarray, last: bool = False) -> np.ndarray:
         """Take the next samples [N] float32; returns the resampled ones [M] that are ready.

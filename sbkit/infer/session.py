@@ -35,19 +35,24 @@ class Session:
 
     def __init__(self, config: Config, chunk: int, state: State, search: StreamSearch,
                  enqueue: Callable[[Session], None], on_result: Callable[[], None] | None = None):
-        self.chunk, self.state, self.search = chunk, state, search
-        self.rate, self.chunk_seconds = config.sample_rate, chunk * config.frame_seconds
+        assert config.streaming is not None, "only models for streams have sessions"
+        self.chunk = chunk
+        self.state = state
+        self.search = search
+        self.rate = config.sample_rate
+        self.chunk_seconds = chunk * config.frame_seconds
         self._windows = Windows(config, chunk)
-        assert config.streaming is not None, "only of models for streams"
         self.ahead_seconds = config.streaming.ahead * config.frame_seconds
         """The lookahead: how much of a chunk is decoded with the next one."""
-        self._enqueue, self._on_result = enqueue, on_result
+        self._enqueue = enqueue
+        self._on_result = on_result
         self._changed = threading.Condition()
         self._waiting: deque[Window] = deque()
         self._results: list[StreamResult] = []
         self._error: BaseException | None = None
         self._queued = False  # for a step, in one, or in its search
-        self._ended = self._finished = False
+        self._ended = False  # it takes no more samples
+        self._finished = False  # its end was decoded
         self._samples = 0
 
     # ------------------------------------------------------------------ calls
@@ -78,7 +83,8 @@ class Session:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._results or self._error or not self._queued, timeout)
-            results, self._results = self._results, []
+            results = self._results
+            self._results = []
             if self._error is not None and not results:
                 raise self._error
             return results
@@ -143,12 +149,14 @@ class Session:
     def decode(self, log_probs: np.ndarray | None) -> None:
         """Search the log-probabilities [T, V] of a chunk, or the end (None), and queue the next chunk."""
         if self._error is not None:
-            return self._step_done([])
+            self._step_done([])
+            return
         try:
-            results = self.search.feed(log_probs) if log_probs is not None else [self.search.finish()]
+            results = [self.search.finish()] if log_probs is None else self.search.feed(log_probs)
         except Exception as error:
-            return self.fail(error)
-        return self._step_done([clip(each, self.seconds) for each in results], finished=log_probs is None)
+            self.fail(error)
+            return
+        self._step_done([clip(result, self.seconds) for result in results], finished=log_probs is None)
 
     def fail(self, error: BaseException) -> None:
         """End the stream with an error; the first one is kept."""
@@ -159,7 +167,8 @@ class Session:
 
     def _step_done(self, results: list[StreamResult], finished: bool = False) -> None:
         with self._changed:
-            self._queued, self._finished = False, self._finished or finished
+            self._queued = False
+            self._finished |= finished
             self._results += results
             enqueue = self._should_enqueue()
             self._changed.notify_all()

@@ -34,16 +34,20 @@ class Pcm:
         """To be printed after the last samples."""
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        rest, sniffer, empty = b"", FileSniffer(), True
+        sniffer = FileSniffer()
+        empty = True
+        rest = b""  # half of a sample
         while data := self._file.read1(_READ_BYTES):
-            if (kind := sniffer.kind(data)) is not None:
+            kind = sniffer.kind(data)
+            if kind is not None:
                 raise SbkitError(f"{self.name} is a file ({kind}), but must be raw 16-bit samples",
                                  hint="sbkit transcribe reads files; or: ffmpeg -i FILE -f s16le -ac 1 "
                                       f"-ar {self.rate} -")
-            rest, empty = rest + data, False
-            whole = len(rest) // 2 * 2
-            yield from_pcm(rest[:whole])
-            rest = rest[whole:]
+            empty = False
+            data = rest + data
+            whole = len(data) // 2 * 2
+            rest = data[whole:]
+            yield from_pcm(data[:whole])
         if empty:
             self.warning = f"{self.name} was empty"
         if rest:
@@ -54,11 +58,11 @@ class Microphone:
     """Records one channel from a microphone, with the package sounddevice.
 
     rate : samples per second; None: the model's if the microphone supports it, or its default
-    own : the model's
+    model_rate : the model's
     device : a number or a part of a name, as ``python -m sounddevice`` lists them; None: the system's default
     """
 
-    def __init__(self, rate: int | None, own: int, device: str | None = None):
+    def __init__(self, rate: int | None, model_rate: int, device: str | None = None):
         try:
             import sounddevice
         except ImportError:
@@ -72,14 +76,15 @@ class Microphone:
         self.warning: str | None = None
         self._device = int(device) if device is not None and device.isdecimal() else device
         try:
-            found: dict[str, Any] = sounddevice.query_devices(self._device, "input")
-            self.name, self.rate = str(found["name"]), rate or own
+            facts: dict[str, Any] = sounddevice.query_devices(self._device, "input")
+            self.name = str(facts["name"])
+            self.rate = rate or model_rate
             try:
                 sounddevice.check_input_settings(device=self._device, channels=1, dtype="int16", samplerate=self.rate)
             except sounddevice.PortAudioError:
                 if rate is not None:
                     raise
-                self.rate = round(found["default_samplerate"])
+                self.rate = round(facts["default_samplerate"])
         except (sounddevice.PortAudioError, ValueError) as error:
             raise self._unusable(error) from error
 
@@ -120,5 +125,5 @@ class FileSniffer:
         if len(self._seen) >= _SNIFFED_BYTES:
             return None
         self._seen += data[: _SNIFFED_BYTES - len(self._seen)]
-        found = kind_of(self._seen)
-        return None if found is None else found.name
+        kind = kind_of(self._seen)
+        return None if kind is None else kind.name

@@ -34,9 +34,11 @@ class Stream:
     """
 
     def __init__(self, engine: StreamEngine, decoder: Decoder[Any], chunk: int | None = None, rate: int | None = None):
-        self._engine, self._decoder, self._chunk = engine, decoder, chunk
-        own = engine.config.sample_rate
-        self._resampler = Resampler(own if rate is None else rate, own)
+        self._engine = engine
+        self._decoder = decoder
+        self._chunk = chunk
+        model_rate = engine.config.sample_rate
+        self._resampler = Resampler(model_rate if rate is None else rate, model_rate)
         self._session = self._open()
 
     def _open(self) -> Session:

@@ -35,7 +35,8 @@ class Tail:
     """
 
     def __init__(self, rate: int, frame_samples: int, longest: float):
-        self._rate, self._frame = rate, frame_samples
+        self._rate = rate
+        self._frame = frame_samples
         self._longest = int(longest * rate)
         self._context = min(-(-int(CONTEXT_SECONDS * rate) // frame_samples),
                             self._longest // frame_samples // 4)  # frames
@@ -90,36 +91,52 @@ class Tail:
         if end:
             self._drop(until)
             return words, [], until
-        # Words before the last pause are final.
-        after = [*(word.start for word in words[1:]), until]
-        gaps = [start - word.end for word, start in zip(words, after, strict=False)]  # no word: no gap
-        count = next((number for number in range(len(words), 0, -1) if gaps[number - 1] >= PAUSE_SECONDS), 0)
-        if count:
-            self._drop(words[count - 1].end + min(gaps[count - 1] / 2, _AFTER_WORD_SECONDS))
-        elif not words:
+        if not words:
             self._drop(until - _KEPT_SECONDS)
+            return [], [], until
+
+        # Words before the last pause are final.
+        next_starts = [*(word.start for word in words[1:]), until]
+        gaps = [start - word.end for word, start in zip(words, next_starts, strict=True)]
+        pauses = [number for number, gap in enumerate(gaps) if gap >= PAUSE_SECONDS]
+        if pauses:
+            last = pauses[-1]
+            count = last + 1
+            self._drop(words[last].end + min(gaps[last] / 2, _AFTER_WORD_SECONDS))
         elif samples >= self._longest:
-            # Cut at the widest gap, preferably in the second half; a single word goes to its own side.
-            middle, inner = (first + until) / 2, range(1, len(words))
-            if inner:
-                late = [number for number in inner if words[number - 1].end >= middle] or inner
-                count = max(late, key=lambda number: (gaps[number - 1], number))
-                cut = (words[count - 1].end + words[count].start) / 2
-            else:
-                count, cut = (1, until) if words[0].start < middle else (0, middle)
+            count, cut = _cut_through_speech(words, gaps, (first + until) / 2, until)
             self._drop(cut, context=True)
+        else:
+            count = 0
         return words[:count], words[count:], until
 
     def _drop(self, until: float, context: bool = False) -> None:
-        """Drop samples before ``until``; cuts are aligned with frames."""
+        """Drop samples before ``until`` seconds, in whole frames; with ``context``, some before it stay."""
         frames = int(until * self._rate) // self._frame
-        kept = min(self._context, frames) if context else 0
-        start = max((frames - kept) * self._frame, self.start)
+        context_frames = min(self._context, frames) if context else 0
+        start = max((frames - context_frames) * self._frame, self.start)
         if frames * self._frame <= self.start + self._skip * self._frame:
             return
         # A copy: a view would keep the whole old array in memory.
         self._signal = self._signal[start - self.start :].copy()
-        self.start, self._skip = start, frames - start // self._frame
+        self.start = start
+        self._skip = frames - start // self._frame
+
+
+def _cut_through_speech(words: Sequence[Word], gaps: Sequence[float], middle: float, until: float
+                        ) -> tuple[int, float]:
+    """Return how many words to settle without a pause, and where to cut, in seconds: at the widest gap, preferably
+    after ``middle``. A single word goes to its own side.
+
+    gaps : the seconds after each word
+    until : the end of the last gap
+    """
+    if len(words) == 1:
+        return (1, until) if words[0].start < middle else (0, middle)
+    counts = range(1, len(words))
+    late_counts = [count for count in counts if words[count - 1].end >= middle]
+    count = max(late_counts or counts, key=lambda count: (gaps[count - 1], count))
+    return count, (words[count - 1].end + words[count].start) / 2
 
 
 def tail_words(log_probs: np.ndarray, decoder: Decoder[Any], vocabulary: Vocabulary) -> list[Word]:
@@ -186,7 +203,7 @@ class TailStream:
         signal, skip = self._tail.window()
         last = ended and not self._tail.undecoded_seconds
         [log_probs] = self._engine.run([signal])
-        found = tail_words(log_probs[skip:], self._decoder, self._engine.vocabulary)
-        final, partial, _ = self._tail.finalise(found, len(signal), skip, last)
+        tail = tail_words(log_probs[skip:], self._decoder, self._engine.vocabulary)
+        final, partial, _ = self._tail.finalise(tail, len(signal), skip, last)
         self._last_took = time.monotonic() - began
         return tail_lines(final, partial)
