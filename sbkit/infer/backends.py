@@ -53,7 +53,8 @@ class Onnx:
     def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, interface: Interface,
                  spin: bool = True):
         threads = threads or thread_limit()
-        choice, int8_note = wanted, ""
+        choice = wanted
+        int8_note = ""
         if model == layout.INT8:
             # ONNX Runtime has no CUDA kernels for 8-bit products: DynamicQuantizeLinear has none at all, and
             # MatMulInteger none for the unsigned bytes that it outputs. So with CUDA each product would be computed on
@@ -61,12 +62,13 @@ class Onnx:
             if wanted.kind == "cuda":
                 raise SbkitError(f"{wanted.text} was requested, but ONNX Runtime computes 8-bit products only on the "
                                  "CPU", hint="use --model onnx on a GPU, or --device cpu")
-            int8_note = "8-bit products run only on the CPU" if wanted.kind == "auto" else ""
+            if wanted.kind == "auto":
+                int8_note = "8-bit products run only on the CPU"
             choice = DeviceChoice(wanted.text, "cpu")
         (self._session, running), reason = open_on(
             choice, lambda gpu: open_session(path, gpu, threads, interface, spin))
-        self.running = replace(running, requested=wanted.text, model=model,
-                               note="; ".join(filter(None, (int8_note or reason, running.note))))
+        notes = [note for note in (int8_note or reason, running.note) if note]
+        self.running = replace(running, requested=wanted.text, model=model, note="; ".join(notes))
         self._names = list(interface.inputs)
         self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
         """The file's own metadata."""
@@ -103,14 +105,18 @@ class Torch:
             limit_torch_threads()
         self._torch = torch
         (module, self._device), reason = open_on(wanted, lambda gpu: self._load(path, gpu, interface))
-        self._module: Program = compile_module(module, compile_mode) if compile_mode else module
-        self.running = Placement(
-            wanted.text, str(self._device), f"torch.compile {compile_mode}" if compile_mode else "torch.export", model,
-            path.name, torch.get_num_threads(), {"torch": str(torch.__version__)}, reason)
+        self._module: Program = module
+        provider = "torch.export"
+        if compile_mode:
+            self._module = compile_module(module, compile_mode)
+            provider = f"torch.compile {compile_mode}"
+        self.running = Placement(wanted.text, str(self._device), provider, model, path.name, torch.get_num_threads(),
+                                 {"torch": str(torch.__version__)}, reason)
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         # Copied because with CUDA graphs the next run overwrites these outputs.
-        return [each.detach().to("cpu", copy=True).numpy() for each in self._run(self._module, self._device, inputs)]
+        outputs = self._run(self._module, self._device, inputs)
+        return [output.detach().to("cpu", copy=True).numpy() for output in outputs]
 
     def free(self) -> None:
         """Return the memory that torch's allocator keeps."""
@@ -119,8 +125,8 @@ class Torch:
 
     def _run(self, module: Program, device: torch.device, inputs: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
         with self._torch.inference_mode():
-            found = module(*(self._torch.from_numpy(each).to(device) for each in inputs))
-        return found if isinstance(found, tuple) else (found,)
+            outputs = module(*(self._torch.from_numpy(array).to(device) for array in inputs))
+        return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def _load(self, path: Path, gpu: int | None, interface: Interface) -> tuple[torch.nn.Module, torch.device]:
         """Load the program onto a device, run it once, and check that it ran there."""
@@ -134,16 +140,16 @@ class Torch:
                                  hint="is the file complete? export it again") from error
         try:
             module = move_program(program, device).module()
-            found = self._run(module, device, list(interface.inputs.values()))
-            for each in found:
-                each.to("cpu")  # raises if a kernel failed
+            outputs = self._run(module, device, list(interface.inputs.values()))
+            for output in outputs:
+                output.to("cpu")  # raises if a kernel failed
         except DeviceUnavailable:
             raise
         except Exception as error:
             if gpu is None:
                 raise SbkitError(f"{path} can't be run: {first_line(error)}", hint="export it again") from error
             raise DeviceUnavailable(f"an inference of {path.name} failed there: {first_line(error)}") from error
-        devices = {str(each.device) for each in (*module.parameters(), *module.buffers(), *found)}
+        devices = {str(tensor.device) for tensor in (*module.parameters(), *module.buffers(), *outputs)}
         if devices != {str(device)}:
             raise DeviceUnavailable(
                 f"torch {self._torch.__version__} has parts of {path.name} on {' and '.join(sorted(devices))}")
@@ -162,12 +168,15 @@ def move_program(program: torch.export.ExportedProgram, device: torch.device) ->
     from torch.export.passes import move_to_device_pass
 
     program = move_to_device_pass(program, str(device))
-    kinds = {value.type for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)
-             for node in part.graph.nodes for value in (*node.args, *node.kwargs.values())
-             if isinstance(value, torch.device)}
-    if kinds - {device.type}:
-        raise DeviceUnavailable(f"torch {torch.__version__} leaves part of the model on "
-                                f"{', '.join(kinds - {device.type})}",
+    other_devices = set()
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                for value in (*node.args, *node.kwargs.values()):
+                    if isinstance(value, torch.device) and value.type != device.type:
+                        other_devices.add(value.type)
+    if other_devices:
+        raise DeviceUnavailable(f"torch {torch.__version__} leaves part of the model on {', '.join(other_devices)}",
                                 hint="use --model onnx")
     return program
 
@@ -232,7 +241,7 @@ def check_no_pickles(path: Path) -> None:
                 name = entry.filename.partition("/")[2]
                 if name.endswith("_config.json"):
                     payload = json.loads(archive.read(entry))
-                    if any(each.get("use_pickle", True) for each in payload["config"].values()):
+                    if any(entry_config.get("use_pickle", True) for entry_config in payload["config"].values()):
                         raise SbkitError(f"{path}: {name} refers to pickles", hint="export the run again")
                     continue
                 parent, _, base = name.rpartition("/")

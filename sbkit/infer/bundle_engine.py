@@ -30,7 +30,7 @@ from sbkit.infer.onnx_session import Interface
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_SHOWN = 160  # characters of a difference that a message shows
+_SHOWN = 160  # characters of metadata that a message shows
 _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
@@ -71,8 +71,10 @@ def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
                 future.set_exception(error)
         del item, future, call, args  # they would stay in memory until the next call
     while not calls.empty():  # submitted while another thread closed it
-        if (late := calls.get()) is not None:
-            late[0].cancel()
+        item = calls.get()
+        if item is not None:
+            future, _, _ = item
+            future.cancel()
 
 
 class ModelFailed(SbkitError):
@@ -162,11 +164,10 @@ class BundleEngine(_Closing):
         formats.check_file(path, self.config)
         self.backend = open_graph(path, model, device, self.threads, self._interface(), self.compile, self.spin)
         for name, expected in self.config.onnx_metadata().items():
-            if (actual := self.backend.metadata.get(name, expected)) != expected:
-                short = [each if len(each) <= _SHOWN else f"{each[:_SHOWN // 2]} ... {each[-_SHOWN // 2:]}"
-                         for each in (actual, expected)]
-                raise SbkitError(f"{path} was exported with {name} {short[0]}, but {layout.CONFIG} says {short[1]}",
-                                 hint="do both come from the same export? export it again")
+            actual = self.backend.metadata.get(name, expected)
+            if actual != expected:
+                raise SbkitError(f"{path} was exported with {name} {_shortened(actual)}, but {layout.CONFIG} says "
+                                 f"{_shortened(expected)}", hint="do both come from the same export? export it again")
         self._warm_up(path)
 
     @abstractmethod
@@ -207,12 +208,16 @@ class BatchEngine(BundleEngine):
     def _run(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
         """Run a batch, or each item by itself if its outputs would depend on the others."""
         if not self.config.batching:
-            return [self.run_batch([each])[0] for each in batch]
+            return [self.run_batch([item])[0] for item in batch]
         return self.run_batch(batch) if batch else []
 
     @abstractmethod
     def run_batch(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
         """Run the graph on a batch that was submitted."""
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN // 2]} ... {text[-_SHOWN // 2:]}"
 
 
 def closed_error() -> SbkitError:

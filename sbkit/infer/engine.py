@@ -18,7 +18,7 @@ from sbkit.infer.bundle_engine import BatchEngine
 from sbkit.infer.formats import AUTO
 from sbkit.infer.onnx_session import Interface
 
-#: Shapes that a model is compiled for by default; batches are padded to the next one.
+#: Lengths and numbers of signals that a model is compiled for by default; batches are padded to the next shape.
 _SECONDS, _BATCHES = (2.0, 5.0, 10.0, 20.0, 30.0), (1, 4, 16)
 
 
@@ -36,7 +36,8 @@ class Engine(BatchEngine):
 
     def __init__(self, folder: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None,
                  compile: str | None = None, buckets: Sequence[tuple[int, float]] | None = None):
-        self._requested_buckets, self._buckets = buckets, list[tuple[int, int]]()
+        self._requested_buckets = buckets
+        self._buckets: list[tuple[int, int]] = []  # utterances and samples
         super().__init__(folder, model, device, threads, compile)
 
     def _read(self) -> None:
@@ -60,15 +61,17 @@ class Engine(BatchEngine):
 
     def _warm_up(self, path: Path) -> None:
         if self.compile:
-            config, buckets = self.config, self._requested_buckets
-            if buckets is None:
-                longest = max(self._usual_seconds(), _SECONDS[0])
-                seconds = [*(each for each in _SECONDS if each < longest), longest]
-                buckets = [(rows, each) for rows in (_BATCHES if config.batching else (1,)) for each in seconds]
-            self._buckets = sorted((rows, max(round(each * config.sample_rate), config.min_samples))
-                                   for rows, each in buckets)
+            buckets = self._default_buckets() if self._requested_buckets is None else self._requested_buckets
+            self._buckets = sorted((rows, max(round(seconds * self.config.sample_rate), self.config.min_samples))
+                                   for rows, seconds in buckets)
         for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:
             self._run([np.zeros(samples, dtype=np.float32)] * utterances)
+
+    def _default_buckets(self) -> list[tuple[int, float]]:
+        longest = max(self._usual_seconds(), _SECONDS[0])
+        lengths = [*(seconds for seconds in _SECONDS if seconds < longest), longest]
+        sizes = _BATCHES if self.config.batching else (1,)
+        return [(rows, seconds) for rows in sizes for seconds in lengths]
 
     def _usual_seconds(self) -> float:
         """The length of the longest usual signal."""
@@ -80,9 +83,10 @@ class Engine(BatchEngine):
         return Interface(dict(zip(layout.INPUTS, example, strict=True)), self.config.outputs)
 
     def run_batch(self, signals: list[np.ndarray]) -> list[np.ndarray]:
-        rows, samples = len(signals), max(self.config.min_samples, *map(len, signals))
+        rows = len(signals)
+        samples = max(self.config.min_samples, *map(len, signals))
         if self._buckets:  # the smallest one that the batch fits in
-            fitting = [(r, s) for r, s in self._buckets if r >= rows and s >= samples]
+            fitting = [bucket for bucket in self._buckets if bucket[0] >= rows and bucket[1] >= samples]
             if not fitting:
                 raise SbkitError(f"a batch of {rows} utterances of {samples / self.config.sample_rate:.1f} s fits no "
                                  "shape that the model was compiled for", hint="give the engine larger buckets")
@@ -90,8 +94,9 @@ class Engine(BatchEngine):
         fillers = [np.zeros(1, dtype=np.float32)] * (rows - len(signals))  # of a bucket with more rows
         return self._split(self.compute(*pad([*signals, *fillers], samples)), len(signals))
 
-    def _split(self, found: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
-        log_probs, frames = found
+    def _split(self, outputs: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
+        """Split the graph's outputs for a batch into those of its first ``count`` signals."""
+        log_probs, frames = outputs
         if log_probs.ndim != 3 or frames.ndim != 1 or min(len(log_probs), len(frames)) < count:
             raise SbkitError(f"the model outputs {list(log_probs.shape)} and {list(frames.shape)} for {count} signals",
                              hint="export it again")

@@ -55,7 +55,7 @@ class Output:
 
     @property
     def size(self) -> int:
-        return sum(each.size for each in self.outputs.values())
+        return sum(array.size for array in self.outputs.values())
 
     def facts(self) -> dict[str, Any]:
         """The results and all outputs, for JSON."""
@@ -64,8 +64,8 @@ class Output:
     def wav(self, rate: int, samples: float) -> bytes:
         """The first output as a WAV file, if it is as long as the recording's ``samples``, within 10 %."""
         name, signal = next(iter(self.outputs.items()))
-        if signal.ndim != 1 or not np.issubdtype(signal.dtype, np.floating) or not (
-                name in self.lengths and abs(len(signal) - samples) <= 1 + 0.1 * samples):
+        is_waveform = signal.ndim == 1 and np.issubdtype(signal.dtype, np.floating) and name in self.lengths
+        if not is_waveform or abs(len(signal) - samples) > 1 + 0.1 * samples:
             raise SbkitError(f"{name} {list(signal.shape)} is not audio", hint="choose another format: json or npz")
         file = io.BytesIO()
         write_sound(file, "wav", rate, signal)
@@ -75,10 +75,11 @@ class Output:
 def _rounded(value: Any) -> Any:  # of JSON, or an array
     """Turn arrays into lists, and round numbers to float32's precision."""
     if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
+        return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim):
-        return [_rounded(each) for each in value]
-    value = value.item() if isinstance(value, (np.ndarray, np.generic)) else value
+        return [_rounded(item) for item in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.item()
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
 
 
@@ -97,15 +98,21 @@ class GraphEngine(Engine):
     def _usual_seconds(self) -> float:
         return USUAL_SECONDS
 
-    def _split(self, found: Sequence[np.ndarray], count: int) -> list[Any]:
-        first, labels = found[0], self.config.labels
+    def _split(self, outputs: Sequence[np.ndarray], count: int) -> list[Any]:
+        first = outputs[0]
+        labels = self.config.labels
         if labels and first.ndim > 1 and first.shape[-1] != len(labels):
             raise SbkitError(f"{self.folder}: the model outputs {first.shape[-1]} values, but {layout.CONFIG} has "
                              f"{len(labels)} labels", hint="do both come from the same export?")
-        named = dict(zip(self.config.outputs, found, strict=True))
-        lengths = self.config.lengths
-        return [{name: value[row, : int(named[lengths[name]][row])] if name in lengths else value[row]
-                 for name, value in named.items()} for row in range(count)]
+        batch = dict(zip(self.config.outputs, outputs, strict=True))
+        rows = []
+        for row in range(count):
+            arrays = {name: array[row] for name, array in batch.items()}
+            for name, name_of_lengths in self.config.lengths.items():
+                length = int(batch[name_of_lengths][row])
+                arrays[name] = arrays[name][:length]  # without padding
+            rows.append(arrays)
+        return rows
 
 
 class GraphModel(LoadedBundle[GraphEngine]):
@@ -123,10 +130,10 @@ class GraphModel(LoadedBundle[GraphEngine]):
         """
         recordings = [Recording.of(source) for source in (audio if isinstance(audio, list) else [audio])]
         outputs: list[Output] = []
-        for output in self.run_each(recordings):
-            if isinstance(output, AudioError):
-                raise output
-            outputs.append(output)
+        for result in self.run_each(recordings):
+            if isinstance(result, AudioError):
+                raise result
+            outputs.append(result)
         return outputs if isinstance(audio, list) else outputs[0]
 
     def run_each(self, recordings: Iterable[Recording]) -> Generator[Output | AudioError, None, None]:
@@ -151,26 +158,35 @@ class GraphModel(LoadedBundle[GraphEngine]):
             samples += len(signal)
             if samples >= _BATCHES_WAITING * limit:
                 yield from self._run_batches(waiting, limit)
-                waiting, samples = [], 0
+                waiting = []
+                samples = 0
         yield from self._run_batches(waiting, limit)
 
     def _signal(self, recording: Recording) -> np.ndarray:
         rate = self.engine.config.sample_rate
-        if (seconds := recording.seconds(rate)) > MAX_SECONDS:
+        seconds = recording.seconds(rate)
+        if seconds > MAX_SECONDS:
             raise SbkitError(f"{recording.name} is {seconds:.0f} s long, but this model takes whole recordings of up "
                              f"to {MAX_SECONDS:g} s", hint="split it")
         return recording.samples(rate)
 
     def _run_batches(self, signals: Sequence[np.ndarray | AudioError], limit: float) -> Iterator[Output | AudioError]:
         """Run signals, and yield their outputs in the same order; errors stay in their places."""
-        outputs: list[Any] = [*signals]
-        indices = [index for index, signal in enumerate(signals) if not isinstance(signal, AudioError)]
-        plan = plan_batches([len(outputs[index]) for index in indices], limit, self.engine.config.batching)
+        results: list[Output | AudioError | None] = [None] * len(signals)
+        readable: list[tuple[int, np.ndarray]] = []
+        for index, signal in enumerate(signals):
+            if isinstance(signal, AudioError):
+                results[index] = signal
+            else:
+                readable.append((index, signal))
+        plan = plan_batches([len(signal) for _, signal in readable], limit, self.engine.config.batching)
         for batch in plan:
-            places = [indices[number] for number in batch]
-            for place, arrays in zip(places, self._run_batch([outputs[place] for place in places]), strict=True):
-                outputs[place] = self.engine.output(arrays)
-        yield from outputs
+            arrays_of_batch = self._run_batch([readable[number][1] for number in batch])
+            for number, arrays in zip(batch, arrays_of_batch, strict=True):
+                results[readable[number][0]] = self.engine.output(arrays)
+        for result in results:
+            assert result is not None, "each signal is in a batch"
+            yield result
 
     def _run_batch(self, signals: Sequence[np.ndarray]) -> list[dict[str, np.ndarray]]:
         try:

@@ -42,9 +42,10 @@ _RECORD_PROVIDERS = "session.record_ep_graph_assignment_info"  # ignored before 
 _LIBRARIES = ("are the CUDA and cuDNN libraries of this onnxruntime-gpu installed? "
               "pip install 'onnxruntime-gpu[cuda,cudnn]' installs them")
 
-#: From this version on, ONNX Runtime reads weights only from files in the model's folder. The pattern finds
-#: names of such files: after a string of 8 bytes, whose length protobuf accepts as 08, 88 00, 88 80 00 and so on.
-_CHECKS_WEIGHTS, _WEIGHT_FILE = (1, 24), re.compile(rb"(?:\x08|\x88\x80*\x00)location")
+#: From this version on, ONNX Runtime reads weights only from files in the model's folder.
+_CHECKS_WEIGHTS = (1, 24)
+#: Finds names of such files: after a string of 8 bytes, whose length protobuf accepts as 08, 88 00, 88 80 00 and so on.
+_WEIGHT_FILE = re.compile(rb"(?:\x08|\x88\x80*\x00)location")
 
 Session = Any  # onnxruntime.InferenceSession, which has no types
 
@@ -87,7 +88,7 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
         settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = _new_session(runtime, path, gpu, settings)
     _check_device(session, gpu)
-    interface.check(path, [each.name for each in session.get_inputs()], [each.name for each in session.get_outputs()])
+    interface.check(path, [node.name for node in session.get_inputs()], [node.name for node in session.get_outputs()])
     try:
         session.run(None, dict(interface.inputs))
     except Exception as error:
@@ -96,9 +97,7 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
                                     hint=_LIBRARIES) from error
         raise SbkitError(f"{path} can't be run: {first_line(error)}", hint="export it again") from error
     _check_device(session, gpu)
-    graphs = session.get_provider_graph_assignment_info() \
-        if hasattr(session, "get_provider_graph_assignment_info") else []
-    operators = dict(Counter(each.ep_name for each in graphs for _ in each.get_nodes()).most_common())
+    operators = _count_operators(session)
     note = ""
     if gpu is not None:
         if operators and CUDA not in operators:
@@ -111,12 +110,23 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
                               threads or usable_cores(), {"onnxruntime": runtime.__version__}, note, operators)
 
 
+def _count_operators(session: Session) -> dict[str, int]:
+    """The number of operators that each provider runs, the largest first; none before 1.24, which doesn't say."""
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        return {}
+    counts: Counter[str] = Counter()
+    for graph in session.get_provider_graph_assignment_info():
+        counts.update(graph.ep_name for _ in graph.get_nodes())
+    return dict(counts.most_common())
+
+
 def _new_session(runtime: ModuleType, path: Path, gpu: int | None,
                  settings: Any) -> Session:  # onnxruntime.SessionOptions
     providers: list[Any] = [CPU]  # names, or pairs of a name and options
     if gpu is not None:
         providers.insert(0, (CUDA, {"device_id": str(gpu), **_CUDA_OPTIONS}))
-    if tuple(map(int, runtime.__version__.split(".")[:2])) < _CHECKS_WEIGHTS and path.stat().st_size:
+    version = tuple(map(int, runtime.__version__.split(".")[:2]))
+    if version < _CHECKS_WEIGHTS and path.stat().st_size:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if _WEIGHT_FILE.search(data):
                 raise SbkitError(f"{path} has its weights in other files, and onnxruntime {runtime.__version__} "
@@ -132,6 +142,7 @@ def _new_session(runtime: ModuleType, path: Path, gpu: int | None,
 
 
 def _check_device(session: Session, gpu: int | None) -> None:
+    """Raise if a session doesn't run on the requested device."""
     provider = session.get_providers()[0]
     if gpu is None:
         if provider != CPU:

@@ -43,7 +43,8 @@ def run(request: RunRequest) -> int:
     if request.output is not None:
         check_output_paths(request.output, recordings)
     errors: dict[int, AudioError] = {}
-    audio, began = 0.0, time.perf_counter()
+    audio = 0.0  # seconds
+    began = time.perf_counter()
     with GraphModel(GraphEngine(request.bundle, request.model, request.device, request.threads)) as model:
         print(model.running, file=sys.stderr)
         rate = model.engine.config.sample_rate
@@ -58,18 +59,7 @@ def run(request: RunRequest) -> int:
                 sys.stdout.write(_line(recording, result))
             else:
                 for name in request.formats:
-                    path = output_path(request.output, recording, name)
-                    try:
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        if name == "json":
-                            with atomic_write(path) as file:
-                                file.write(_line(recording, result))
-                        elif name == "wav":
-                            path.write_bytes(result.wav(rate, seconds * rate))
-                        else:
-                            np.savez(path, allow_pickle=False, **result.outputs)
-                    except OSError as error:
-                        raise SbkitError(f"cannot write {path}: {error.strerror}") from error
+                    _write(output_path(request.output, recording, name), name, recording, result, rate, seconds)
     summarise(len(recordings), len(errors), audio, time.perf_counter() - began, request.output)
     return SOME_FAILED if errors else 0
 
@@ -80,6 +70,21 @@ def _run(model: GraphModel, recordings: Sequence[Recording]) -> Generator[Result
             yield index, output
         else:
             yield index, (output, recordings[index].seconds(model.engine.config.sample_rate))
+
+
+def _write(path: Path, format: str, recording: Recording, result: Output, rate: int, seconds: float) -> None:
+    """Write a recording's result; ``seconds`` is the recording's length."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if format == "json":
+            with atomic_write(path) as file:
+                file.write(_line(recording, result))
+        elif format == "wav":
+            path.write_bytes(result.wav(rate, seconds * rate))
+        else:
+            np.savez(path, allow_pickle=False, **result.outputs)
+    except OSError as error:
+        raise SbkitError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _line(recording: Recording, result: Output) -> str:
