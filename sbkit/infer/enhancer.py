@@ -48,8 +48,9 @@ class EnhanceEngine(BatchEngine):
 
     def _interface(self) -> Interface:
         frames, state = self._example()
-        inputs = {"pieces": frames[None],
-                  **{name: part[None] for name, part in zip(self.config.state, state, strict=True)}}
+        inputs = {"pieces": frames[None]}
+        for name, part in zip(self.config.state, state, strict=True):
+            inputs[name] = part[None]
         return Interface(inputs, ("enhanced", *(f"next_{name}" for name in self.config.state)))
 
     def _warm_up(self, path: Path) -> None:
@@ -57,23 +58,24 @@ class EnhanceEngine(BatchEngine):
 
     def _run(self, pieces: list[Piece]) -> list[tuple[np.ndarray, State]]:
         """Run pieces of the same length together, because the state is the one after all frames of the batch."""
-        found: dict[int, tuple[np.ndarray, State]] = {}
+        results: dict[int, tuple[np.ndarray, State]] = {}
         for count in {len(frames) for frames, _ in pieces}:
-            same = [i for i, (frames, _) in enumerate(pieces) if len(frames) == count]
-            for batch in [same] if self.config.batching else [[i] for i in same]:
-                found.update(zip(batch, self.run_batch([pieces[i] for i in batch]), strict=True))
-        return [found[i] for i in range(len(pieces))]
+            same_length = [i for i, (frames, _) in enumerate(pieces) if len(frames) == count]
+            batches = [same_length] if self.config.batching else [[i] for i in same_length]
+            for batch in batches:
+                results.update(zip(batch, self.run_batch([pieces[i] for i in batch]), strict=True))
+        return [results[i] for i in range(len(pieces))]
 
     def run_batch(self, pieces: list[Piece]) -> list[tuple[np.ndarray, State]]:
         frames = np.stack([frames for frames, _ in pieces])
         state = [np.stack(parts) for parts in zip(*(state for _, state in pieces), strict=True)]
-        sound, *after = self.compute(frames, *state)
-        if sound.shape != frames.shape or [part.shape for part in after] != [part.shape for part in state]:
+        sound, *next_state = self.compute(frames, *state)
+        if sound.shape != frames.shape or [part.shape for part in next_state] != [part.shape for part in state]:
             raise SbkitError(f"the enhancer output {list(sound.shape)} for {list(frames.shape)}",
                              hint="export it again")
         if not np.isfinite(sound).all():
             raise SbkitError("the enhancer output samples that are not numbers", hint="was it trained to the end?")
-        return [(sound[i].reshape(-1), [part[i].copy() for part in after]) for i in range(len(pieces))]
+        return [(sound[i].reshape(-1), [part[i].copy() for part in next_state]) for i in range(len(pieces))]
 
 
 class LiveEnhancer:
@@ -84,10 +86,13 @@ class LiveEnhancer:
 
     def __init__(self, engine: EnhanceEngine, seconds: float):
         config = engine.config
-        self._engine, self._state, self._hop = engine, engine.state(), config.hop
-        self._size = max(1, round(seconds * config.sample_rate / config.hop)) * config.hop
+        self._engine = engine
+        self._state = engine.state()
+        self._hop = config.hop
+        self._size = max(1, round(seconds * config.sample_rate / config.hop)) * config.hop  # samples of a piece
         self._buffer = np.zeros(0, np.float32)
-        self._skip = self._delay = config.delay
+        self._delay = config.delay
+        self._skip = config.delay  # samples of the model's delay that it will still return
         self._pending = 0  # samples that came and were not returned yet
 
     def feed(self, samples: np.ndarray) -> np.ndarray:
@@ -96,15 +101,20 @@ class LiveEnhancer:
         self._pending += len(samples)
         ready = [np.zeros(0, np.float32)]
         while len(self._buffer) >= self._size:
-            piece, self._buffer = self._buffer[: self._size], self._buffer[self._size:]
+            piece = self._buffer[: self._size]
+            self._buffer = self._buffer[self._size :]
             ready.append(self._enhance(piece))
         return np.concatenate(ready)
 
     def finish(self) -> np.ndarray:
-        rest, self._buffer = self._buffer, np.zeros(0, np.float32)
+        """End the stream; returns the rest of it."""
+        rest = self._buffer
+        self._buffer = np.zeros(0, np.float32)
         if not self._pending:
             return rest
-        return self._enhance(np.pad(rest, (0, self._delay + -(len(rest) + self._delay) % self._hop)))
+        # Silence pushes the last samples through the model's delay, and fills the last frame.
+        fill = -(len(rest) + self._delay) % self._hop
+        return self._enhance(np.pad(rest, (0, self._delay + fill)))
 
     def _enhance(self, samples: np.ndarray) -> np.ndarray:
         """Enhance a piece, keep the next state, and return the samples [N] without the model's delay."""

@@ -39,7 +39,7 @@ def enhance(request: EnhanceRequest) -> int:
     """Enhance and return the exit code: 1 if some recordings could not be read."""
     layout.EnhancerConfig.read(request.bundle)
     recordings = collect(request.files, schemes=request.schemes)
-    paths = [request.to / f"{name}.wav" for name in file_names(each.id for each in recordings)]
+    paths = [request.to / f"{name}.wav" for name in file_names(recording.id for recording in recordings)]
     if request.to.exists() and not request.to.is_dir():
         raise SbkitError(f"{request.to} is a file", hint="--to must be a folder for the enhanced recordings")
     existing = {path.resolve() for path in paths if path.exists()}
@@ -52,8 +52,10 @@ def enhance(request: EnhanceRequest) -> int:
     if len(waiting) < len(recordings):
         print(f"{len(recordings) - len(waiting)} are already enhanced (--overwrite redoes them)", file=sys.stderr)
     recordings = [recording for recording, _ in waiting]
-    lengths_of, errors = lengths(recordings, 1), dict[int, AudioError]()
-    began, seconds = time.perf_counter(), 0.0
+    lengths_of = lengths(recordings, 1)
+    errors: dict[int, AudioError] = {}
+    began = time.perf_counter()
+    seconds = 0.0
     with EnhancerModel.open(request.bundle, request.model, request.device, request.threads) as model, \
             disk.disk_errors_as_user_error(request.to):
         print(model.running, file=sys.stderr)
@@ -62,8 +64,9 @@ def enhance(request: EnhanceRequest) -> int:
         for index, samples in run_files(recordings, run, errors, what="enhancing", seconds=lengths_of,
                                         show=bool(waiting)):
             seconds += samples / model.sample_rate
-            if (warning := recordings[index].warning) is not None:
-                print(f"{recordings[index].name}: {warning}", file=sys.stderr)
+            recording = recordings[index]
+            if recording.warning is not None:
+                print(f"{recording.name}: {recording.warning}", file=sys.stderr)
     elapsed = time.perf_counter() - began
     factor = f" (real-time factor {elapsed / seconds:.4f})" if seconds else ""
     print(f"{request.to}: {len(waiting) - len(errors)} recordings, {seconds:.1f} s; it took {time_span(elapsed)}"

@@ -1,5 +1,5 @@
-"""Runs a model on the recordings of a command: progress, an order for the results, and what happens to those that can't
-be read. What a model does with recordings is handed in."""
+"""Runs a model on the recordings of a command: shows progress, orders the results, and leaves out those that can't be
+read. What the model does with recordings is an argument."""
 
 from __future__ import annotations
 
@@ -38,10 +38,17 @@ def run_files(recordings: Sequence[Recording], run: Callable[[Sequence[Recording
     show : whether there is a progress bar; None: for several recordings
     """
     order = range(len(recordings)) if order is None else order
-    total, unit = (len(recordings), "file") if seconds is None else (round(sum(seconds)), "s")
-    waiting: dict[int, Any] = {}
-    passed, first = 0.0, 0
-    with progress(what=what, total=total, unit=unit, show=len(recordings) > 1 if show is None else show) as bar, \
+    show = len(recordings) > 1 if show is None else show
+    if seconds is None:
+        total = len(recordings)
+        unit = "file"
+    else:
+        total = round(sum(seconds))
+        unit = "s"
+    waiting: dict[int, Any] = {}  # results that were not yielded yet
+    first = 0  # the recording whose result is the next, if ``in_order``
+    passed = 0.0  # seconds or files with a result
+    with progress(what=what, total=total, unit=unit, show=show) as bar, \
             contextlib.closing(run([recordings[i] for i in order])) as results:
         for position, result in results:
             index = order[position]
@@ -52,9 +59,10 @@ def run_files(recordings: Sequence[Recording], run: Callable[[Sequence[Recording
             waiting[index] = result
             while waiting and (not in_order or first in waiting):
                 index = first if in_order else next(iter(waiting))
-                result, first = waiting.pop(index), first + 1
+                result = waiting.pop(index)
+                first += 1
                 if (in_order or isinstance(result, AudioError)) and sys.stderr.isatty():
-                    bar.clear()  # otherwise a line that is printed would follow it on its line
+                    bar.clear()  # otherwise a printed line would begin behind it
                 if not isinstance(result, AudioError):
                     yield index, result
                     continue
@@ -67,7 +75,7 @@ def run_files(recordings: Sequence[Recording], run: Callable[[Sequence[Recording
 
 
 def summarise(count: int, left_out: int, audio: float, seconds: float, output: Path | None) -> None:
-    """Print what became of ``count`` recordings."""
+    """Print how many of ``count`` recordings were processed, and how fast."""
     if count:
         factor = f" (real-time factor {seconds / audio:.4f})" if audio else ""
         where = f" -> {output}" if output is not None else ""

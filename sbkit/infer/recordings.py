@@ -51,16 +51,20 @@ class Recording:
             return source
         if isinstance(source, (str, os.PathLike, bytes, bytearray)) or hasattr(source, "read"):
             return cls(source, id)
-        given: Any = source  # perhaps a tensor of torch, which inference doesn't import
-        if hasattr(given, "detach"):
-            given = given.detach().cpu()
-            given = given.float() if given.is_floating_point() else given
-        if not hasattr(given, "__array__"):
+        array: Any = source  # perhaps a tensor of torch, which inference doesn't import
+        if hasattr(array, "detach"):
+            array = array.detach().cpu()
+            if array.is_floating_point():
+                array = array.float()  # numpy has no bfloat16
+        if not hasattr(array, "__array__"):
             raise TypeError(f"a recording is a path, the bytes of a file, a binary file or an array of samples, not "
                             f"{type(source).__name__}")
-        samples = np.asarray(given)
-        samples = samples.reshape(-1) if samples.ndim == 2 and 1 in samples.shape else samples  # one channel
-        return cls(samples / np.float32(32768) if samples.dtype == np.int16 else samples, id, rate=rate)
+        samples = np.asarray(array)
+        if samples.ndim == 2 and 1 in samples.shape:  # one channel
+            samples = samples.reshape(-1)
+        if samples.dtype == np.int16:
+            samples = samples / np.float32(32768)
+        return cls(samples, id, rate=rate)
 
     @property
     def warning(self) -> str | None:
@@ -104,21 +108,24 @@ class Recording:
                                             f"{signal.dtype} {list(signal.shape)}")
             signal = np.ascontiguousarray(signal, dtype=np.float32)
             audio.check_values(self.name, signal)
-            if (peak := np.abs(signal).max()) > LOUDEST:
+            peak = np.abs(signal).max()
+            if peak > LOUDEST:
                 raise AudioError(self.name, f"has samples of up to {peak:.4g}, but floats go from -1 to 1: divide "
                                             "16-bit samples by 32768, or give them as int16")
             yield signal if self.rate in (None, rate) else soxr.resample(signal, self.rate, rate, quality="MQ")
             return
         with audio.open_recording(self.audio, self.name, self.remote) as opened:
-            own = opened.file.samplerate
+            file_rate = opened.file.samplerate
             expected, available = opened.frames()
-            first = round(self.start * own)
+            first = round(self.start * file_rate)
             if self.duration is not None:
-                expected = first + round(self.duration * own)
+                expected = first + round(self.duration * file_rate)
                 available = min(available, opened.file.frames, expected)
             self.mismatch = audio.length_mismatch(expected - first, available - first, opened.file)
-            resampler = soxr.ResampleStream(own, rate, 1, dtype="float32", quality="MQ") if own != rate else None
-            read = 0
+            resampler = None
+            if file_rate != rate:
+                resampler = soxr.ResampleStream(file_rate, rate, 1, dtype="float32", quality="MQ")
+            read = 0  # samples of the file
             for signal in opened.blocks(self.start, self.duration, whole=False, block_seconds=BLOCK_SECONDS):
                 read += len(signal)
                 audio.check_values(self.name, signal)
@@ -126,8 +133,10 @@ class Recording:
                     signal = resampler.resample_chunk(signal)
                 if len(signal):
                     yield np.ascontiguousarray(signal)
-            if resampler is not None and len(rest := resampler.resample_chunk(np.zeros(0, np.float32), last=True)):
-                yield rest
+            if resampler is not None:
+                rest = resampler.resample_chunk(np.zeros(0, np.float32), last=True)
+                if len(rest):
+                    yield rest
             if read < min(expected, available) - first:  # an MP3 has less than its header says, or its end is damaged
                 self.mismatch = audio.length_mismatch(expected - first, read, opened.file)
 

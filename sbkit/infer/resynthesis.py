@@ -61,54 +61,68 @@ def resynthesize(request: ResynthesizeRequest) -> int:
     if request.to.exists() and not request.force:
         raise SbkitError(f"{request.to} exists", hint="choose another folder, or replace it with --force")
     FOLDER.check_replaceable(request.to)
-    folders = {each.parent.name: each.parent for each in sorted(request.folder.glob(f"*/{MANIFEST}"))}
+    folders = {path.parent.name: path.parent for path in sorted(request.folder.glob(f"*/{MANIFEST}"))}
     if (request.folder / MANIFEST).is_file() or not folders:  # without splits
         folders = {"": request.folder}
-    codes = {name: Codes(folder, books) for name, folder in folders.items()}
-    for each in codes.values():
-        each.check()
-    with CodecModel.open(request.bundle, request.model, request.device, request.threads) as loaded:
-        print(loaded.running, file=sys.stderr)
-        began, seconds = time.perf_counter(), 0.0
+    splits = {name: Codes(folder, books) for name, folder in folders.items()}
+    for codes in splits.values():
+        codes.check()
+    with CodecModel.open(request.bundle, request.model, request.device, request.threads) as codec:
+        print(codec.running, file=sys.stderr)
+        began = time.perf_counter()
+        seconds = 0.0
         with publish.temporary_folder(to, FOLDER) as staging:
-            for name, each in codes.items():
-                folder, names = staging / name, iter(file_names(each.ids))
-                folder.mkdir(exist_ok=True)
-                rows: list[tuple[str, float, str, str, str]] = []
-                with progress(what=f"resynthesizing {name}".rstrip(), total=len(each), unit="clip") as bar:
-                    for window in _windows(each, loaded.books.frame_rate):
-                        sounds = loaded.decode([utterance.codes for utterance in window])
-                        for utterance, sound in zip(window, sounds, strict=True):
-                            path = folder / f"{next(names)}.{request.format}"
-                            with path.open("wb") as file:
-                                write_sound(file, request.format, loaded.sample_rate, sound)
-                            rows.append((utterance.id, len(sound) / loaded.sample_rate, str(path),
-                                         utterance.text or "", utterance.speaker or ""))
-                        bar.update(len(window))
-                ids, durations, wavs, texts, speakers = map(list, zip(*rows, strict=True))
-                manifest = Manifest(ids=ids, durations=np.array(durations), wavs=wavs, texts=texts, speakers=speakers)
-                manifest.write(folder / SOUNDS, data_root=folder)
-                seconds += sum(durations)
+            for name, codes in splits.items():
+                seconds += _write_sounds(codec, name, codes, staging / name, request.format)
             files = sorted(str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file())
             with (staging / RECORD).open("w", encoding="utf-8") as record:
                 json.dump({"format": FORMAT, "files": files}, record, indent=1, ensure_ascii=False)
             publish.publish(staging, to, FOLDER, request.force)
-    elapsed, count = time.perf_counter() - began, sum(map(len, codes.values()))
+    elapsed = time.perf_counter() - began
+    count = sum(map(len, splits.values()))
     print(f"{request.to}: {count:,} recordings, {time_span(seconds)}; it took {time_span(elapsed)} (real-time factor "
           f"{elapsed / seconds:.4f})")
     return 0
+
+
+def _write_sounds(codec: CodecModel, name: str, codes: Codes, folder: Path, format: str) -> float:
+    """Write the audio files of a split and their manifest; returns their seconds."""
+    folder.mkdir(exist_ok=True)
+    names = iter(file_names(codes.ids))
+    ids: list[str] = []
+    durations: list[float] = []
+    paths: list[str] = []
+    texts: list[str] = []
+    speakers: list[str] = []
+    with progress(what=f"resynthesizing {name}".rstrip(), total=len(codes), unit="clip") as bar:
+        for window in _windows(codes, codec.books.frame_rate):
+            sounds = codec.decode([utterance.codes for utterance in window])
+            for utterance, sound in zip(window, sounds, strict=True):
+                path = folder / f"{next(names)}.{format}"
+                with path.open("wb") as file:
+                    write_sound(file, format, codec.sample_rate, sound)
+                ids.append(utterance.id)
+                durations.append(len(sound) / codec.sample_rate)
+                paths.append(str(path))
+                texts.append(utterance.text or "")
+                speakers.append(utterance.speaker or "")
+            bar.update(len(window))
+    manifest = Manifest(ids=ids, durations=np.array(durations), wavs=paths, texts=texts, speakers=speakers)
+    manifest.write(folder / SOUNDS, data_root=folder)
+    return sum(durations)
 
 
 def _windows(codes: Codes, frame_rate: float) -> Iterator[list[CodedUtterance]]:
     """Yield some minutes of codes at a time, or one utterance that is longer."""
     window: list[CodedUtterance] = []
     frames = 0
-    for each in codes:
-        if window and (frames + len(each.codes)) > AT_ONCE_SECONDS * frame_rate:
+    for utterance in codes:
+        if window and frames + len(utterance.codes) > AT_ONCE_SECONDS * frame_rate:
             yield window
-            window, frames = [], 0
-        window.append(each)
-        frames += len(each.codes)
+            window = []
+            frames = 0
+        window.append(utterance)
+        frames += len(utterance.codes)
     yield window
 
 
@@ -131,11 +145,12 @@ def file_names(names: Iterable[str]) -> list[str]:
     """Return a file name for each; names that are the same, ignoring case, get a number."""
     taken: set[str] = set()
     counters: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(2))
-    found = []
+    unique_names = []
     for name in names:
-        chosen = first = file_name(name)
-        while chosen.casefold() in taken:
-            chosen = f"{first}-{next(counters[first.casefold()])}"
-        taken.add(chosen.casefold())
-        found.append(chosen)
-    return found
+        base = file_name(name)
+        unique_name = base
+        while unique_name.casefold() in taken:
+            unique_name = f"{base}-{next(counters[base.casefold()])}"
+        taken.add(unique_name.casefold())
+        unique_names.append(unique_name)
+    return unique_names

@@ -40,8 +40,9 @@ class SoundFormat:
 
     def rate(self, rate: int) -> int:
         """Return the rate to write sound of this rate with: the next that the format supports."""
-        higher = [each for each in self.rates if each >= rate]
-        return higher[0] if higher else (self.rates or (rate,))[-1]
+        if not self.rates:
+            return rate
+        return next((supported for supported in self.rates if supported >= rate), self.rates[-1])
 
 
 _OPUS_RATES = (8_000, 12_000, 16_000, 24_000, 48_000)
@@ -72,7 +73,7 @@ def kind_of(path: Path) -> str:
     """Return the format of a file's suffix, or raise."""
     name = SUFFIXES.get(path.suffix.lower())
     if name is None or not KINDS[name].available:
-        usable = [suffix for suffix, each in SUFFIXES.items() if KINDS[each].available]
+        usable = [suffix for suffix, kind in SUFFIXES.items() if KINDS[kind].available]
         what = f"{path.suffix} files can't be written" if path.suffix else f"{path} has no suffix for an audio format"
         raise SbkitError(what, hint=f"use {', '.join(usable)}")
     return name
@@ -87,11 +88,11 @@ class SoundWriter:
 
     def __init__(self, file: IO[bytes] | _Sink, kind: str, rate: int):
         format = KINDS[kind]
-        own = format.rate(rate)
-        self._resampler = soxr.ResampleStream(rate, own, 1, dtype="float32") if own != rate else None
+        file_rate = format.rate(rate)
+        self._resampler = soxr.ResampleStream(rate, file_rate, 1, dtype="float32") if file_rate != rate else None
         endian = "LITTLE" if format.format in ("RAW", "WAV") else None
         self._out = _DeferredErrors(file)
-        self._file = soundfile.SoundFile(self._out, "w", own, 1, format.subtype, endian, format.format,
+        self._file = soundfile.SoundFile(self._out, "w", file_rate, 1, format.subtype, endian, format.format,
                                          **format.options)
 
     def add(self, samples: np.ndarray, last: bool = False) -> None:
@@ -148,8 +149,8 @@ class SoundStream:
         if self._whole and not self._ended:
             return b""
         if not self._ended and not self._sink.taken:
-            for at in self._sizes:
-                struct.pack_into("<I", self._sink.data, at, _UNKNOWN_SIZE)
+            for offset in self._sizes:
+                struct.pack_into("<I", self._sink.data, offset, _UNKNOWN_SIZE)
         return self._sink.take()
 
 
@@ -193,16 +194,22 @@ class _Sink:
     """A file whose bytes can be taken; later writes to taken bytes are dropped."""
 
     def __init__(self) -> None:
-        self.data, self.taken, self._at = bytearray(), 0, 0
+        self.data = bytearray()
+        """The bytes that were not taken yet."""
+        self.taken = 0
+        """The number of bytes before them."""
+        self._position = 0
 
     def take(self) -> bytes:
-        data, self.data = bytes(self.data), bytearray()
+        data = bytes(self.data)
+        self.data = bytearray()
         self.taken += len(data)
         return data
 
     def write(self, data: Any) -> int:  # whatever has bytes
-        begin, size = self._at - self.taken, len(data)
-        self._at += size
+        begin = self._position - self.taken
+        size = len(data)
+        self._position += size
         if begin >= 0:
             self.data[begin : begin + size] = data
         elif begin + size > 0:
@@ -212,8 +219,8 @@ class _Sink:
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         origins: dict[int, Callable[[], int]] = {
             io.SEEK_SET: int, io.SEEK_CUR: self.tell, io.SEEK_END: lambda: self.taken + len(self.data)}
-        self._at = origins[whence]() + offset
-        return self._at
+        self._position = origins[whence]() + offset
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position

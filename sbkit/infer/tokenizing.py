@@ -75,36 +75,50 @@ def tokenize(request: TokenizeRequest) -> int:
         raise SbkitError(f"{request.corpus} has no split {unknown[0]!r}", hint=f"it has {', '.join(names) or 'none'}")
     if not names:
         raise SbkitError(f"{request.corpus} has no split", hint="docs/how-to/data.md says what a corpus may be")
-    usual = sorted((name for name in names if _kind(name)), key=lambda name: SPLITS.index(_kind(name) or ""))
-    taken: dict[str, str] = {}
-    wanted: dict[str, Path] = {}  # the folder of each split to encode
-    for name in list(dict.fromkeys(request.splits)) or usual or names:
-        written = file_name(name)
-        if written.casefold() == PREPARED:
-            raise SbkitError(f"the split {name!r} can't be encoded: {request.to / PREPARED} is where the corpus's "
-                             "manifests are kept", hint="rename its list or folder")
-        if (other := taken.setdefault(written.casefold(), name)) != name:
-            raise SbkitError(f"the splits {other!r} and {name!r} would both be {request.to / written}",
-                             hint="choose one with --split, and another folder for the other")
-        wanted[name] = request.to / written
+    usual = [name for split in SPLITS for name in names if _kind(name) == split]
+    chosen = list(dict.fromkeys(request.splits)) or usual or names
     folders = {}
-    for name, folder in wanted.items():
-        if not request.force and (folder / MANIFEST).is_file():
-            codes = Codes(folder)
-            if codes.made_from is not None and codes.books.codec == config.codec:
-                [manifest] = _corpus(request, name).prepare(needs_text=False).values()
-                if codes.made_from == manifest.digest():
-                    print(f"{folder}: already encoded from this list by this codec; --force encodes it again")
-                    continue
-        check_place(folder, request.force)
-        folders[name] = folder
+    for name, folder in _folders(request.to, chosen).items():
+        if not request.force and _is_encoded(request, name, folder, config.codec):
+            print(f"{folder}: already encoded from this list by this codec; --force encodes it again")
+        else:
+            check_place(folder, request.force)
+            folders[name] = folder
     if not folders:
         return 0
-    with CodecModel.open(request.bundle, request.model, request.device, request.threads) as loaded:
-        print(loaded.running, file=sys.stderr)
+    with CodecModel.open(request.bundle, request.model, request.device, request.threads) as codec:
+        print(codec.running, file=sys.stderr)
         for name, folder in folders.items():
-            _tokenize(loaded, name, folder, request)
+            _tokenize(codec, name, folder, request)
     return 0
+
+
+def _folders(to: Path, names: Sequence[str]) -> dict[str, Path]:
+    """The output folder of each split; raises if two are the same."""
+    folders = {}
+    taken: dict[str, str] = {}
+    for name in names:
+        folder_name = file_name(name)
+        if folder_name.casefold() == PREPARED:
+            raise SbkitError(f"the split {name!r} can't be encoded: {to / PREPARED} is where the corpus's "
+                             "manifests are kept", hint="rename its list or folder")
+        other = taken.setdefault(folder_name.casefold(), name)
+        if other != name:
+            raise SbkitError(f"the splits {other!r} and {name!r} would both be {to / folder_name}",
+                             hint="choose one with --split, and another folder for the other")
+        folders[name] = to / folder_name
+    return folders
+
+
+def _is_encoded(request: TokenizeRequest, name: str, folder: Path, codec: str) -> bool:
+    """Whether a folder has the codes of a split as the corpus has it now, by this codec."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    codes = Codes(folder)
+    if codes.made_from is None or codes.books.codec != codec:
+        return False
+    [manifest] = _corpus(request, name).prepare(needs_text=False).values()
+    return codes.made_from == manifest.digest()
 
 
 # ---------------------------------------------------------------------- the corpus
@@ -120,7 +134,8 @@ def _corpus(request: TokenizeRequest, name: str) -> Corpus:
     source: str | dict[str, str] = request.corpus
     if request.corpus.endswith(ONE_SPLIT) and "://" not in request.corpus:
         source = {Path(request.corpus).stem: request.corpus}
-    lists, kind = request.to / PREPARED, _kind(name) or "test"
+    lists = request.to / PREPARED
+    kind = _kind(name) or "test"
     return Corpus(source, request.language, lists / file_name(name), splits={kind: name}, only=(kind,),
                   text=AsWritten(), schemes=request.schemes or None, cache_folder=lists / "audio")
 
@@ -132,8 +147,11 @@ def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeReque
     """Encode a split and print a summary."""
     corpus = _corpus(request, name)
     [manifest] = corpus.prepare(needs_text=False).values()
-    left_out, began = exclusions.read(corpus.folder), time.perf_counter()
-    utterances, seconds, frames = 0, 0.0, 0
+    left_out = exclusions.read(corpus.folder)
+    began = time.perf_counter()
+    utterances = 0
+    seconds = 0.0
+    frames = 0
     unusable: dict[str, list[tuple[int, str]]] = {UNDECODABLE: [], UNCODABLE: []}  # rows, and why
     with writing(folder, codec.books, request.force, made_from=manifest.digest()) as out:
         with progress(what=f"tokenizing {name}", total=len(manifest), unit="clip") as bar:
@@ -154,29 +172,37 @@ def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeReque
                     except UnstorableUtterance as unstorable:
                         unusable[UNCODABLE].append((row, unstorable.cause))
                         continue
-                    utterances, frames = utterances + 1, frames + len(codes)
+                    utterances += 1
+                    frames += len(codes)
                     seconds += len(signal) / codec.sample_rate
                 bar.update(len(window))
-        left_out = pa.concat_tables([left_out, *(
-            exclusions.rows(name, reason, [manifest.ids[row] for row, _ in rows],
-                            [manifest.wavs[row] for row, _ in rows], [why for _, why in rows], versions=True)
-            for reason, rows in unusable.items() if rows)])
+        for reason, rows in unusable.items():
+            if rows:
+                ids = [manifest.ids[row] for row, _ in rows]
+                wavs = [manifest.wavs[row] for row, _ in rows]
+                causes = [cause for _, cause in rows]
+                left_out = pa.concat_tables([left_out, exclusions.rows(name, reason, ids, wavs, causes, versions=True)])
         exclusions.write(out.folder, [left_out])
-        rows = utterances + left_out.num_rows
-        reasons = Counter(left_out["reason"].to_pylist())
-        counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
-        examples = [f"{id[:_SHOWN]}: {detail or reason}" for id, detail, reason in zip(*(
-            left_out[column][:_LISTED].to_pylist() for column in ("ID", "detail", "reason")), strict=True)]
-        if not utterances:
-            raise SbkitError(f"all {rows:,} rows of {name} were left out: {counted}", hint=f"for example {examples[0]}")
-        if left_out.num_rows:
-            print(f"{name}: {rows:,} rows read, {utterances:,} kept, {left_out.num_rows:,} left out: {counted}\n  "
-                  + "\n  ".join(examples) + f"\n  all are in {folder / exclusions.NAME}", file=sys.stderr)
+        _report_left_out(name, utterances, left_out, folder)
     elapsed = time.perf_counter() - began
-    books, size = codec.books, sum(each.stat().st_size for each in folder.iterdir())
-    print(f"{folder}: {utterances:,} utterances, {time_span(seconds)}, {frames:,} frames at {books.bit_rate:.0f} "
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{folder}: {utterances:,} utterances, {time_span(seconds)}, {frames:,} frames at {codec.books.bit_rate:.0f} "
           f"bit/s, {disk.size(size)} instead of {disk.size(2 * codec.sample_rate * seconds)} as 16-bit samples; it "
           f"took {time_span(elapsed)} (real-time factor {elapsed / seconds:.4f})")
+
+
+def _report_left_out(name: str, utterances: int, left_out: pa.Table, folder: Path) -> None:
+    """Print how many rows of a split were left out and why; raises if no utterance is left."""
+    count = utterances + left_out.num_rows
+    reasons = Counter(left_out["reason"].to_pylist())
+    summary = ", ".join(f"{number:,} {reason}" for reason, number in reasons.most_common())
+    first = left_out[:_LISTED].to_pylist()
+    examples = [f"{row['ID'][:_SHOWN]}: {row['detail'] or row['reason']}" for row in first]
+    if not utterances:
+        raise SbkitError(f"all {count:,} rows of {name} were left out: {summary}", hint=f"for example {examples[0]}")
+    if left_out.num_rows:
+        print(f"{name}: {count:,} rows read, {utterances:,} kept, {left_out.num_rows:,} left out: {summary}\n  "
+              + "\n  ".join(examples) + f"\n  all are in {folder / exclusions.NAME}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------- reading
@@ -190,10 +216,15 @@ def _read(manifest: Manifest, sample_rate: int, readers: int) -> Iterator[Window
         # Windows of a few minutes, or of one row that is longer.
         ends = np.cumsum(manifest.durations, dtype=np.float64) // AT_ONCE_SECONDS
         cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(manifest.durations)]
-        for window in (range(*pair) for pair in itertools.pairwise(cuts) if pair[0] < pair[1]):
-            ahead.append([(row, pool.submit(
-                read_utterance, manifest.wavs[row], float(manifest.starts[row]), float(manifest.durations[row]),
-                sample_rate=sample_rate, remote=manifest.remote)) for row in window])
+        for begin, end in itertools.pairwise(cuts):
+            if begin == end:
+                continue
+            window: Window = []
+            for row in range(begin, end):
+                future = pool.submit(read_utterance, manifest.wavs[row], float(manifest.starts[row]),
+                                     float(manifest.durations[row]), sample_rate=sample_rate, remote=manifest.remote)
+                window.append((row, future))
+            ahead.append(window)
             if len(ahead) > 1:
                 yield ahead.popleft()
         yield from ahead

@@ -72,13 +72,16 @@ class Transcript:
 
     def facts(self) -> dict[str, Any]:
         confidence = self.confidence
-        return {
+        facts: dict[str, Any] = {
             "id": self.id, "text": self.text, "duration": round(self.duration, 3), "language": self.language,
             "confidence": None if confidence is None else round(confidence, 4),
             "words": [{"text": word.text, **word.facts()} for word in self.words],
-            "segments": [{"start": round(each.start, 3), "end": round(each.end, 3), "text": each.text}
-                         for each in self.segments],
-        } | ({} if self.warning is None else {"warning": self.warning})
+            "segments": [{"start": round(segment.start, 3), "end": round(segment.end, 3), "text": segment.text}
+                         for segment in self.segments],
+        }
+        if self.warning is not None:
+            facts["warning"] = self.warning
+        return facts
 
 
 def as_json(transcript: Transcript) -> str:
@@ -87,14 +90,14 @@ def as_json(transcript: Transcript) -> str:
 
 def as_srt(transcript: Transcript) -> str:
     return "\n".join(
-        f"{number}\n{clock(each.start, ',')} --> {clock(each.end, ',')}\n{each.text}\n"
-        for number, each in enumerate(transcript.segments, 1))
+        f"{number}\n{clock(segment.start, ',')} --> {clock(segment.end, ',')}\n{segment.text}\n"
+        for number, segment in enumerate(transcript.segments, 1))
 
 
 def as_vtt(transcript: Transcript) -> str:
-    lines = (f"\n{clock(each.start, '.')} --> {clock(each.end, '.')}\n{html.escape(each.text, quote=False)}\n"
-             for each in transcript.segments)
-    return "WEBVTT\n" + "".join(lines)
+    cues = (f"\n{clock(segment.start, '.')} --> {clock(segment.end, '.')}\n"
+            f"{html.escape(segment.text, quote=False)}\n" for segment in transcript.segments)
+    return "WEBVTT\n" + "".join(cues)
 
 
 def as_ctm(transcript: Transcript) -> str:

@@ -67,69 +67,93 @@ def transcribe(request: TranscribeRequest) -> int:
         print(engine.running, file=sys.stderr)
         waiting = recordings
         if request.output is not None:
-            record_settings(request.output, request.bundle, {
-                "model": engine.running.model, "search": request.search, "chunk_seconds": request.chunk_seconds,
-                **({"vad": True} if request.vad else {}),  # older folders don't name it
-            }, request.overwrite)
-            waiting = [each for each in recordings if request.overwrite
-                       or not all(output_path(request.output, each, name).exists() for name in formats)]
+            settings: dict[str, Any] = {"model": engine.running.model, "search": request.search,
+                                        "chunk_seconds": request.chunk_seconds}
+            if request.vad:  # otherwise left out, as in folders of older versions
+                settings["vad"] = True
+            record_settings(request.output, request.bundle, settings, request.overwrite)
+            if not request.overwrite:
+                waiting = [recording for recording in recordings
+                           if not all(output_path(request.output, recording, name).exists() for name in formats)]
             if len(waiting) < len(recordings):
                 print(f"{len(recordings) - len(waiting)} are already done", file=sys.stderr)
         return _run(engine, waiting, request, formats)
 
 
 def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest, formats: list[str]) -> int:
-    seconds_of, start = lengths(recordings, engine.config.sample_rate), time.perf_counter()
+    seconds_of = lengths(recordings, engine.config.sample_rate)
+    start = time.perf_counter()
     pipeline = Pipeline(engine, Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search,
                                         request.vad))
-    found: dict[int, Transcript] = {}
+    transcripts: dict[int, Transcript] = {}
     errors: dict[int, AudioError] = {}
-    with contextlib.closing(run_files(
-            recordings, pipeline.run, errors, what="seconds transcribed", seconds=seconds_of, named=SHOWN,
-            order=sorted(range(len(recordings)), key=lambda i: -seconds_of[i]), in_order=request.output is None
-            )) as transcripts:
-        for index, transcript in transcripts:
-            found[index] = transcript
+    longest_first = sorted(range(len(recordings)), key=lambda i: -seconds_of[i])
+    results = run_files(recordings, pipeline.run, errors, what="seconds transcribed", seconds=seconds_of, named=SHOWN,
+                        order=longest_first, in_order=request.output is None)
+    with contextlib.closing(results):
+        for index, transcript in results:
+            transcripts[index] = transcript
             if request.output is not None:
                 write_transcript(request.output, recordings[index], transcript, formats)
             else:
-                if len(recordings) > 1 and formats == ["json"]:  # a line each
-                    written = json.dumps(transcript.facts(), ensure_ascii=False) + "\n"
-                elif len(recordings) > 1 and formats == ["txt"]:
-                    written = f"{printable(transcript.id)}\t{transcript.text}\n"
-                else:
-                    written = FORMATS[formats[0]](transcript)
-                sys.stdout.write(written)
+                sys.stdout.write(_printed(transcript, formats[0], alone=len(recordings) == 1))
                 sys.stdout.flush()
-    seconds = time.perf_counter() - start
+    elapsed = time.perf_counter() - start
     # In the recordings' order, because it decides the error rate's bootstrap interval.
-    transcribed = [(recordings[index], each) for index, each in sorted(found.items())]
-    warnings = [f"{each.name}: {result.warning}" for each, result in transcribed if result.warning is not None]
+    transcribed = [(recordings[index], transcript) for index, transcript in sorted(transcripts.items())]
+    warnings = [f"{recording.name}: {transcript.warning}" for recording, transcript in transcribed
+                if transcript.warning is not None]
     print_first("warning", warnings)
-    summarise(len(recordings), len(errors), sum(seconds_of), seconds, request.output)
-    rows = [(each.id, each.reference, transcript.text) for each, transcript in transcribed if each.reference]
-    if rows:
-        unscored = [each.id for each, _ in transcribed if not each.reference]
-        if unscored:
-            print(f"not scored: {counted(len(unscored), 'recording')} without a reference: "
-                  f"{printable(', '.join(unscored[:5]))}{', ...' if len(unscored) > 5 else ''}", file=sys.stderr)
-        rates = _rates(rows)
-        print(f"{rates}, {len(rows)} with a reference", file=sys.stderr)
-        # Normalised by the language's rules, if that makes a difference.
-        rules = TextRules.for_language(engine.config.language)
-        rows = [(name, words, rules(text)) for name, reference, text in rows if (words := rules(reference))]
-        if rows and (normalised := _rates(rows)) != rates:
-            print(f"without case and punctuation: {normalised}", file=sys.stderr)
+    summarise(len(recordings), len(errors), sum(seconds_of), elapsed, request.output)
+    _print_error_rates(transcribed, engine.config.language)
     return SOME_FAILED if errors else 0
+
+
+def _printed(transcript: Transcript, format: str, alone: bool) -> str:
+    """Format a transcript for printing: one of several is a line, if the format is text or JSON."""
+    if alone or format not in ("json", "txt"):
+        return FORMATS[format](transcript)
+    if format == "json":
+        return json.dumps(transcript.facts(), ensure_ascii=False) + "\n"
+    return f"{printable(transcript.id)}\t{transcript.text}\n"
+
+
+# ---------------------------------------------------------------------- scoring
+
+
+def _print_error_rates(transcribed: Sequence[tuple[Recording, Transcript]], language: str | None) -> None:
+    """Print the error rates of transcripts whose recordings have references, if any."""
+    rows = [(recording.id, recording.reference, transcript.text) for recording, transcript in transcribed
+            if recording.reference]
+    if not rows:
+        return
+    unscored = [recording.id for recording, _ in transcribed if not recording.reference]
+    if unscored:
+        print(f"not scored: {counted(len(unscored), 'recording')} without a reference: "
+              f"{printable(', '.join(unscored[:5]))}{', ...' if len(unscored) > 5 else ''}", file=sys.stderr)
+    rates = _rates(rows)
+    print(f"{rates}, {len(rows)} with a reference", file=sys.stderr)
+
+    # Normalised by the language's rules, if that makes a difference.
+    rules = TextRules.for_language(language)
+    normalised = [(name, rules(reference), rules(text)) for name, reference, text in rows]
+    scorable = [row for row in normalised if row[1]]
+    if scorable:
+        normalised_rates = _rates(scorable)
+        if normalised_rates != rates:
+            print(f"without case and punctuation: {normalised_rates}", file=sys.stderr)
 
 
 def _rates(rows: Sequence[tuple[str, str, str]]) -> str:
     from sbkit.score.rates import ErrorRates
     from sbkit.score.significance import interval
 
-    words, characters = ErrorRates("word"), ErrorRates("character")
-    words.add(*zip(*rows, strict=True))
-    characters.add(*zip(*rows, strict=True))
+    """Return the error rates of rows of a recording's id, its reference and its transcript."""
+    ids, references, texts = zip(*rows, strict=True)
+    words = ErrorRates("word")
+    words.add(ids, references, texts)
+    characters = ErrorRates("character")
+    characters.add(ids, references, texts)
     low, high = interval(words)
     return f"WER {words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), CER {characters.rate:.2f} %"
 
@@ -152,7 +176,7 @@ def write_transcript(output: Path, recording: Recording, transcript: Transcript,
 def record_settings(output: Path, bundle: Path, options: Mapping[str, Any], redo: bool | None = None) -> None:
     """Record the settings of a folder's transcripts; raises if existing ones were made with others.
 
-    options : the settings besides the bundle
+    options : the settings except the bundle
     redo : whether existing transcripts are redone; None if the command can't
     """
     facts = {"bundle": hashlib.sha256((bundle / CONFIG).read_bytes()).hexdigest(), **options}
@@ -164,7 +188,8 @@ def record_settings(output: Path, bundle: Path, options: Mapping[str, Any], redo
     except (OSError, ValueError, TypeError) as error:
         raise SbkitError(f"{path} cannot be read: {error}", hint="choose another folder") from error
     if existing not in (None, facts) and not redo:
-        before, now = ({**each, **(each.get("search") or {}), "search": None} for each in (existing, facts))
+        before = _flat(existing)
+        now = _flat(facts)
         changed = [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
         names = ", ".join(_ARGUMENTS.get(name, f"--{name.replace('_', '-')}") for name in changed)
         raise SbkitError(f"{output} contains transcripts made with another {names}",
@@ -174,3 +199,8 @@ def record_settings(output: Path, bundle: Path, options: Mapping[str, Any], redo
             json.dump(facts, file, indent=1)
     except OSError as error:
         raise SbkitError(f"cannot write into {output}: {error.strerror}") from error
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the options of the search among the others."""
+    return {**settings, **(settings.get("search") or {}), "search": None}
