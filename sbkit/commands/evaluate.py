@@ -99,7 +99,7 @@ def evaluate(request: EvaluateRequest) -> int:
             if request.chunk:
                 brain.take_chunks(request.chunk)
             if bundle := request.recogniser or brain.recogniser:
-                brain.take_recogniser(BundleLoader().recogniser(bundle, recipe.keys.sample_rate))
+                brain.take_recogniser(BundleLoader().text_transcriber(bundle, recipe.keys.sample_rate))
             results = list(_results(request, recipe, brain, name, path, remote))
             return _print_results(results, request) if ranks.is_main() else 0
     finally:

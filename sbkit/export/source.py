@@ -67,7 +67,7 @@ def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | N
     adapters.merge(brain.modules)
     if bundles is not None and brain.recogniser is not None:
         try:
-            brain.take_recogniser(bundles.recogniser(brain.recogniser, brain.keys.sample_rate))
+            brain.take_recogniser(bundles.text_transcriber(brain.recogniser, brain.keys.sample_rate))
         except SbkitError as error:  # its bundle may be gone
             logger.warning("Recognised words are not compared: %s", error)
     exported = brain.exported(run)

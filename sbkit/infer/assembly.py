@@ -60,13 +60,13 @@ class Assembly:
                 self.first_open = end
 
 
-def words(parts: Sequence[DecodedTokens], vocabulary: Vocabulary) -> list[Word]:
+def join_tokens(parts: Sequence[DecodedTokens], vocabulary: Vocabulary) -> list[Word]:
     """Join a recording's tokens into words."""
     spelling = vocabulary.spelling
     return [word for part in parts for word in spelling.words(part.spans, part.frame * spelling.frame_seconds)]
 
 
-def transcript(name: str, assembly: Assembly, words: list[Word], vocabulary: Vocabulary) -> Transcript:
+def make_transcript(name: str, assembly: Assembly, words: list[Word], vocabulary: Vocabulary) -> Transcript:
     config = vocabulary.config
     return Transcript(name, vocabulary.text(words), words, assembly.samples / config.sample_rate, config.language,
                       config.word_separator is not None)
@@ -102,7 +102,7 @@ class StableWords:
     def _settle_words(self) -> None:
         """Settle all words if a pause follows them, otherwise those before the last one."""
         parts = self._decode()
-        open_words = words(parts, self._vocabulary)
+        open_words = join_tokens(parts, self._vocabulary)
         end = self._first + self._frames
         last_token_end = max((int(part.frame + part.spans.ends[-1]) for part in parts if len(part.spans)),
                              default=self._first)
@@ -123,7 +123,7 @@ class StableWords:
     def end(self) -> None:
         """Settle the remaining words: the recording is over."""
         if self._frames:
-            self.words += words(self._decode(), self._vocabulary)
+            self.words += join_tokens(self._decode(), self._vocabulary)
             self._restart_at(self._first + self._frames)
 
     def _decode(self) -> list[DecodedTokens]:

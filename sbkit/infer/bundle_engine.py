@@ -117,7 +117,9 @@ class BundleEngine(_Closing):
 
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
                  threads: int | None = None, compile: str | None = None):
-        self.folder, self.threads, self.compile = Path(folder), threads, compile
+        self.folder = Path(folder)
+        self.threads = threads
+        self.compile = compile
         self.fault: str | None = None
         """The error that broke the device, if any; then only a new process helps."""
         self.backend: Backend | None = None

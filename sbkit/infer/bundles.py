@@ -28,7 +28,8 @@ class Aligner:
     """
 
     def __init__(self, model: Model):
-        self._model, self._config = model, model.engine.config
+        self._model = model
+        self._config = model.engine.config
         used = (self._config.models[model.running.model], layout.TOKENS)  # other files differ with each export
         hashes = [self._config.files.get(name, {}).get("sha256") for name in used]
         self.fingerprint = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
@@ -39,24 +40,25 @@ class Aligner:
 
         from sbkit.decode.greedy import align
 
-        symbols, config = self._model.engine.vocabulary.symbols, self._config
-        found: list[Alignment | str] = []
+        config = self._config
+        symbols = self._model.engine.vocabulary.symbols
+        alignments: list[Alignment | str] = []
         outputs = self._model.engine.run(_at_rate(signals, sample_rate, config.sample_rate))
         for scores, text in zip(outputs, texts, strict=True):
             if np.isnan(scores).any():
-                found.append("the recogniser's output is not a number")
+                alignments.append("the recogniser's output is not a number")
                 continue
             try:
                 ids = spell(text, symbols, config.word_separator)
                 [spans] = align(torch.from_numpy(scores)[None], torch.tensor([len(scores)]), torch.tensor([ids]),
                                 torch.tensor([len(ids)]), config.blank_id, ids=["this one"])
             except SbkitError as error:
-                found.append(str(error))
+                alignments.append(str(error))
                 continue
             frame = config.frame_seconds
-            found.append(Alignment([symbols[number] for number in spans.ids], spans.starts * frame, spans.ends * frame,
-                                   config.word_separator))
-        return found
+            alignments.append(Alignment([symbols[number] for number in spans.ids], spans.starts * frame,
+                                        spans.ends * frame, config.word_separator))
+        return alignments
 
     def close(self) -> None:
         self._model.close()
@@ -80,13 +82,14 @@ class BundleLoader:
                              hint="name the bundle of a CTC recogniser")
         return Aligner(model)
 
-    def recogniser(self, folder: str, sample_rate: int) -> Callable[[Sequence[np.ndarray]], list[str]]:
-        """Open a recogniser; returns a function that transcribes waveforms [S] at this rate."""
+    def text_transcriber(self, folder: str, sample_rate: int) -> Callable[[Sequence[np.ndarray]], list[str]]:
+        """Open a recogniser; returns a function that maps waveforms [S] at this rate to their texts."""
         transcribe = self.transcriber(folder, sample_rate)
         return lambda signals: [transcript.text for transcript in transcribe(signals)]
 
     def transcriber(self, folder: str, sample_rate: int) -> Callable[[Sequence[np.ndarray]], list[Transcript]]:
-        """The same with the words' times and confidences."""
+        """Open a recogniser; returns a function that maps waveforms [S] at this rate to transcripts: text, times and
+        confidences."""
         model = _open_recogniser(folder)
         return lambda signals: model.transcribe([*_at_rate(signals, sample_rate, model.sample_rate)])
 

@@ -66,7 +66,8 @@ class Json(Captions):
         self._messages = LineMessages(text)
 
     def show(self, line: TranscriptLine) -> None:
-        if (message := self._messages.message(line)) is not None:
+        message = self._messages.message(line)
+        if message is not None:
             self._write(message)
 
     def end(self, seconds: float) -> None:

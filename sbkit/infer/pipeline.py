@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sbkit.data.audio import AudioError
-from sbkit.infer.assembly import Assembly, transcript, words
+from sbkit.infer.assembly import Assembly, join_tokens, make_transcript
 from sbkit.infer.batches import batch_seconds, rows_within
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
@@ -234,6 +234,6 @@ class _Run:
         tokens = self._decoder.tokens([assembly.stretches for assembly in ready.values()])
         for (index, assembly), parts in zip(ready.items(), tokens, strict=True):
             recording = self._recordings[index]
-            result = transcript(recording.id, assembly, words(parts, vocabulary), vocabulary)
+            result = make_transcript(recording.id, assembly, join_tokens(parts, vocabulary), vocabulary)
             result.warning = recording.warning
             yield index, result

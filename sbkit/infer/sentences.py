@@ -45,9 +45,9 @@ class TextWord:
 
     @property
     def places(self) -> Iterator[TextPosition]:
-        """The places of its characters, then the last one's without end, for a word that gets longer."""
-        line, begin, last = self.place.line, self.place.character, len(self.text) - 1
-        return (TextPosition(line, begin + min(number, last)) for number in itertools.count())
+        """The places of its characters, then the last one's forever, for a word that gets longer when it is spelled."""
+        last = len(self.text) - 1
+        return (TextPosition(self.place.line, self.place.character + min(number, last)) for number in itertools.count())
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from sbkit.decode.streaming import StreamResult, StreamSearch, clip
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.export.windows import Window, Windows
-from sbkit.infer import samples as pieces
+from sbkit.infer.samples import as_floats, check_samples
 
 #: A stream's state: an array for each name in config.json, without the batch dimension.
 State = list[np.ndarray]
@@ -65,9 +65,9 @@ class Session:
         """Queue any number of samples [N] at the model's rate: floats from -1 to 1, or int16. It never waits for a
         step, so feed faster than real time only while :attr:`waiting_seconds` is small. Invalid samples leave the
         stream unchanged."""
-        samples = pieces.check_samples(samples)
+        samples = check_samples(samples)
         self.check_open()
-        windows = self._windows.feed(pieces.as_floats(samples))
+        windows = self._windows.feed(as_floats(samples))
         self._samples += len(samples)
         self._add(windows)
 

@@ -29,7 +29,8 @@ class Pcm:
     name = "standard input"
 
     def __init__(self, file: BufferedIOBase, rate: int):
-        self._file, self.rate = file, rate
+        self._file = file
+        self.rate = rate
         self.warning: str | None = None
         """To be printed after the last samples."""
 

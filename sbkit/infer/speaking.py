@@ -62,7 +62,7 @@ def speak(request: SpeakRequest) -> int:
     check_speed(request.speed)
     with _opened(request) as text:
         reader = PhraseReader(config, request.skip_unknown)
-        count = sum(len(piece.ids) for piece in reader.read(_blocks(text, request)))
+        count = sum(len(phrase.ids) for phrase in reader.read(_blocks(text, request)))
         if reader.unknown.counts:
             print(f"left out because the voice never learnt it: {reader.unknown}", file=sys.stderr)
         with Voice.open(request.bundle, request.model, request.device, request.threads) as voice:

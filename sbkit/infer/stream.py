@@ -10,9 +10,8 @@ import numpy as np
 from sbkit.decode.spans import Word
 from sbkit.decode.streaming import StreamResult
 from sbkit.errors import SbkitError
-from sbkit.infer import samples as pieces
 from sbkit.infer.decoding import Decoder
-from sbkit.infer.samples import Resampler
+from sbkit.infer.samples import Resampler, as_floats, check_samples
 from sbkit.infer.session import Session
 from sbkit.infer.stream_engine import StreamEngine
 
@@ -89,11 +88,11 @@ class Stream:
         return self._engine.vocabulary.text(words)
 
     def _feed(self, samples: np.ndarray) -> Iterator[StreamResult]:
-        samples = pieces.check_samples(samples)  # all of them, before any are decoded
+        samples = check_samples(samples)  # all of them, before any are decoded
         self._session.check_open()
         size = max(1, round(self.chunk_seconds * self.rate))
         for start in range(0, len(samples), size):
-            yield from self._decode(self._resampler(pieces.as_floats(samples[start : start + size])))
+            yield from self._decode(self._resampler(as_floats(samples[start : start + size])))
 
     def _finish(self) -> Iterator[StreamResult]:
         self._session.check_open()

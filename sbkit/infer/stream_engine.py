@@ -52,7 +52,9 @@ class StreamEngine(BundleEngine):
 
     config: Config
     streaming: Streaming
-    kind, thread, spin = "streaming graph", "sbkit-streams", False
+    kind = "streaming graph"
+    thread = "sbkit-streams"
+    spin = False
 
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
                  threads: int | None = None, max_streams: int = 16, on_step: Callable[[int], None] | None = None):
@@ -158,7 +160,7 @@ class StreamEngine(BundleEngine):
 
     def _interface(self) -> Interface:
         samples = self.config.window(min(self.streaming.chunks))
-        inputs = {"samples": np.zeros((1, samples), np.float32), "frames": np.zeros(1, np.int64)}
+        inputs: dict[str, np.ndarray] = {"samples": np.zeros((1, samples), np.float32), "frames": np.zeros(1, np.int64)}
         for name, part in zip(self.streaming.state, self.state(), strict=True):
             inputs[name] = part[None]
         return Interface(inputs, [self.config.outputs[0], "counts", *(f"next_{name}" for name in self.streaming.state)])

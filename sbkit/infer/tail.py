@@ -11,7 +11,7 @@ import numpy as np
 
 from sbkit.decode.spans import PAUSE_SECONDS, Word, at_pauses
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.infer.assembly import words
+from sbkit.infer.assembly import join_tokens
 from sbkit.infer.chunks import CONTEXT_SECONDS
 from sbkit.infer.decoding import Decoder
 from sbkit.infer.engine import Engine
@@ -141,7 +141,7 @@ def _cut_through_speech(words: Sequence[Word], gaps: Sequence[float], middle: fl
 
 def tail_words(log_probs: np.ndarray, decoder: Decoder[Any], vocabulary: Vocabulary) -> list[Word]:
     """Decode the log-probabilities [T, V] of a tail, without the frames to skip."""
-    return words(decoder.tokens([[decoder.keep(log_probs.copy())]])[0], vocabulary)
+    return join_tokens(decoder.tokens([[decoder.keep(log_probs.copy())]])[0], vocabulary)
 
 
 def tail_lines(final: Sequence[Word], partial: list[Word]) -> list[TranscriptLine]:
@@ -162,7 +162,8 @@ class TailStream:
     """
 
     def __init__(self, engine: Engine, decoder: Decoder[Any], rate: int | None = None):
-        self._engine, self._decoder = engine, decoder
+        self._engine = engine
+        self._decoder = decoder
         config = engine.config
         self._resampler = Resampler(config.sample_rate if rate is None else rate, config.sample_rate)
         self._tail = Tail(config.sample_rate, config.hop_samples * config.subsampling, config.chunk(None))

@@ -38,7 +38,7 @@ class TranscribeRequest(SearchRequest, FilesRequest):
     formats : any of ``txt, json, srt, vtt, ctm``
     overwrite : redo existing transcripts
     references : a manifest, or lines ``name<TAB>text``, to score against
-    vad : whether words are written only where silero-vad hears somebody speak
+    vad : whether words are written only where silero-vad detects speech
     """
 
     output: Path | None = None

@@ -49,38 +49,38 @@ class Speech:
         return len(self.samples) / self.sample_rate
 
 
-def spoken(piece: Phrase, sound: SpeechOutput, config: VoiceConfig, pause: float) -> Speech:
+def spoken(phrase: Phrase, sound: SpeechOutput, config: VoiceConfig, pause: float) -> Speech:
     """Return a phrase's speech, after ``pause`` seconds of silence."""
     silence = np.zeros(round(pause * config.sample_rate), dtype=np.float32)
     ends = silence.size / config.sample_rate + np.cumsum(sound.frames) * config.frame_seconds
     starts = ends - sound.frames * config.frame_seconds
-    words = [SpokenWord(text, float(starts[begin]), float(ends[end - 1])) for text, begin, end in piece.words]
-    return Speech(piece.text, np.concatenate([silence, sound.samples]), config.sample_rate, words, [piece.text])
+    words = [SpokenWord(text, float(starts[begin]), float(ends[end - 1])) for text, begin, end in phrase.words]
+    return Speech(phrase.text, np.concatenate([silence, sound.samples]), config.sample_rate, words, [phrase.text])
 
 
-def pauses(pieces: Iterator[Phrase], speed: float) -> Iterator[tuple[Phrase, float]]:
+def pauses(phrases: Iterator[Phrase], speed: float) -> Iterator[tuple[Phrase, float]]:
     """Yield each phrase with the seconds of silence before it."""
     before = 0.0
-    for piece in pieces:
-        yield piece, before / speed
-        before = piece.pause
+    for phrase in phrases:
+        yield phrase, before / speed
+        before = phrase.pause
 
 
-def joined(parts: Sequence[Speech], pieces: Sequence[Phrase]) -> Speech:
+def joined(parts: Sequence[Speech], phrases: Sequence[Phrase]) -> Speech:
     """Join the speech of a text's phrases."""
     words: list[SpokenWord] = []
     sentences: list[str] = []
     samples = 0
     in_sentence = False
-    for part, piece in zip(parts, pieces, strict=True):
+    for part, phrase in zip(parts, phrases, strict=True):
         offset = samples / part.sample_rate
         words += [word._replace(start=word.start + offset, end=word.end + offset) for word in part.words]
         samples += len(part.samples)
         if in_sentence:
-            sentences[-1] += f" {piece.text}"
+            sentences[-1] += f" {phrase.text}"
         else:
-            sentences.append(piece.text)
-        in_sentence = not piece.ends
+            sentences.append(phrase.text)
+        in_sentence = not phrase.ends
     return replace(parts[0], text=" ".join(sentences), samples=np.concatenate([part.samples for part in parts]),
                    words=words, sentences=sentences)
 
@@ -88,14 +88,14 @@ def joined(parts: Sequence[Speech], pieces: Sequence[Phrase]) -> Speech:
 class _PendingSpeech(NamedTuple):
     """A phrase that is being computed, and the seconds of silence before it."""
 
-    piece: Phrase
+    phrase: Phrase
     pause: float
     outputs: Future[list[SpeechOutput]]
 
     def speech(self, config: VoiceConfig) -> Speech:
         """Wait for the phrase's speech."""
         [output] = self.outputs.result()
-        return spoken(self.piece, output, config, self.pause)
+        return spoken(self.phrase, output, config, self.pause)
 
 
 class Voice(LoadedBundle[VoiceEngine]):
@@ -119,8 +119,8 @@ class Voice(LoadedBundle[VoiceEngine]):
 
         Raises ``SbkitError`` before anything is spoken if a part of the text can't be.
         """
-        pieces = self.pieces(text, skip_unknown)
-        return joined(list(self._say(iter(pieces), voice, speed)), pieces)
+        phrases = self.phrases(text, skip_unknown)
+        return joined(list(self._say(iter(phrases), voice, speed)), phrases)
 
     def stream(self, text: str, voice: str | None = None, speed: float = 1.0, skip_unknown: bool = False,
                ) -> Iterator[Speech]:
@@ -128,9 +128,9 @@ class Voice(LoadedBundle[VoiceEngine]):
 
         The arguments and errors are those of :meth:`speak`.
         """
-        return self._say(iter(self.pieces(text, skip_unknown)), voice, speed)
+        return self._say(iter(self.phrases(text, skip_unknown)), voice, speed)
 
-    def pieces(self, text: str, skip_unknown: bool = False) -> list[Phrase]:
+    def phrases(self, text: str, skip_unknown: bool = False) -> list[Phrase]:
         """Check a text, and split it into phrases."""
         return list(PhraseReader(self.engine.config, skip_unknown).read(text))
 
@@ -142,18 +142,18 @@ class Voice(LoadedBundle[VoiceEngine]):
         """
         return self._say(PhraseReader(self.engine.config, skip_unknown).read(text), voice, speed)
 
-    def _say(self, pieces: Iterator[Phrase], voice: str | None, speed: float) -> Iterator[Speech]:
+    def _say(self, phrases: Iterator[Phrase], voice: str | None, speed: float) -> Iterator[Speech]:
         # Not a generator, so that wrong arguments raise when it is called.
-        return self._spoken(pieces, speaker_of(self.engine.config, voice), check_speed(speed))
+        return self._spoken(phrases, speaker_of(self.engine.config, voice), check_speed(speed))
 
-    def _spoken(self, pieces: Iterator[Phrase], speaker: int, speed: float) -> Iterator[Speech]:
+    def _spoken(self, phrases: Iterator[Phrase], speaker: int, speed: float) -> Iterator[Speech]:
         pending: _PendingSpeech | None = None  # computed while the one before is played
         try:
-            for piece, pause in pauses(pieces, speed):
-                outputs = self.engine.submit([SpeechInput(piece.ids, speaker, speed)])
+            for phrase, pause in pauses(phrases, speed):
+                outputs = self.engine.submit([SpeechInput(phrase.ids, speaker, speed)])
                 if pending is not None:
                     yield pending.speech(self.engine.config)
-                pending = _PendingSpeech(piece, pause, outputs)
+                pending = _PendingSpeech(phrase, pause, outputs)
             if pending is not None:
                 yield pending.speech(self.engine.config)
         finally:

@@ -48,7 +48,7 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
     encoder = recipe.task.encoder(keys)
     brain = recipe.brain(config.run_opts)
     if brain.recogniser is not None:
-        brain.take_recogniser(bundles.recogniser(brain.recogniser, keys.sample_rate))
+        brain.take_recogniser(bundles.text_transcriber(brain.recogniser, keys.sample_rate))
     flops = utilisation(brain, device, train) if logs else None
 
     batching, columns = keys.batching, BatchColumns(recipe.task.columns, keys)

@@ -15,7 +15,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.assembly import Assembly, StableWords, transcript
+from sbkit.infer.assembly import Assembly, StableWords, make_transcript
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
 from sbkit.infer.detector import SpeechDetector
@@ -312,4 +312,4 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, work:
         add_oldest()
     stable.end()
     report()
-    return transcript("", assembly, stable.words, served.vocabulary)
+    return make_transcript("", assembly, stable.words, served.vocabulary)

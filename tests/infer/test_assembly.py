@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.infer.assembly import StableWords, words
+from sbkit.infer.assembly import StableWords, join_tokens
 from sbkit.infer.decoding import decoder
 from tests.decode.streams import listen, log_probs_of, runs
 
@@ -43,7 +43,7 @@ def test_it_is_what_decoding_everything_at_the_end_says(labels, data, separator,
         shown = list(settling.words)
     settling.end()
     assert settling.words[: len(shown)] == shown
-    reference = words(how.tokens([stretches])[0], known)
+    reference = join_tokens(how.tokens([stretches])[0], known)
     assert [each.text for each in settling.words] == [each.text for each in reference]
     for mine, other in zip(settling.words, reference, strict=True):
         assert dataclasses.astuple(mine)[1:4] == pytest.approx(dataclasses.astuple(other)[1:4], abs=1e-5)
@@ -79,6 +79,6 @@ def test_hours_cost_what_their_parts_cost(labels):
 def test_a_stream_says_what_the_decoder_says_of_the_whole(search, separator):
     known = vocabulary(word_separator=separator)
     how, said = decoder(known, search), log_probs([5, 4, 4, 0, 4, 0, 0, 5, 1, 2, 3, 0, 7, 7, 0, 5, 4])
-    expected = words(how.tokens([[how.keep(said)]])[0], known)
+    expected = join_tokens(how.tokens([[how.keep(said)]])[0], known)
     assert len(expected) > 4
     assert listen(how.stream(), np.split(said, [3, 4, 9, 9]), finish=True).settled == expected

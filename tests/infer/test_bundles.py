@@ -15,26 +15,26 @@ pytest.importorskip("onnxruntime", reason="a bundle's ONNX model needs the extra
 
 
 def test_it_transcribes_each_signal_in_order_at_the_given_rate(tmp_path):
-    heard = BundleLoader().recogniser(str(bundles.make(tmp_path / "bundle")), bundles.RATE)
+    heard = BundleLoader().text_transcriber(str(bundles.make(tmp_path / "bundle")), bundles.RATE)
     assert heard([bundles.say("ab ba"), bundles.say("b")]) == ["ab ba", "b"]
 
 
 def test_signals_of_another_rate_are_resampled(tmp_path):
-    heard = BundleLoader().recogniser(str(bundles.make(tmp_path / "bundle")), 2 * bundles.RATE)
+    heard = BundleLoader().text_transcriber(str(bundles.make(tmp_path / "bundle")), 2 * bundles.RATE)
     level = bundles.voiced([bundles.PIECES.index("a")] * 12)
     assert heard([np.repeat(level, 2)]) == ["a"]
 
 
 def test_a_transducer_transcribes_but_does_not_align(tmp_path):
     bundle = str(bundles.make_transducer(tmp_path / "bundle"))
-    assert BundleLoader().recogniser(bundle, bundles.RATE)([bundles.say("ab ba")]) == ["ab ba"]
+    assert BundleLoader().text_transcriber(bundle, bundles.RATE)([bundles.say("ab ba")]) == ["ab ba"]
     with pytest.raises(SbkitError, match="has a transducer, which can't align"):
         BundleLoader().aligner(bundle)
 
 
 def test_what_is_no_bundle_is_refused_before_anything_is_scored(tmp_path):
     with pytest.raises(SbkitError, match="nowhere"):
-        BundleLoader().recogniser(str(tmp_path / "nowhere"), 16_000)
+        BundleLoader().text_transcriber(str(tmp_path / "nowhere"), 16_000)
     with pytest.raises(SbkitError, match=r"does not exist|is not a run"):
         evaluate(EvaluateRequest(tmp_path / "run", recogniser=str(tmp_path / "nowhere")))
 
@@ -49,7 +49,7 @@ def test_a_codec_is_opened_and_anything_else_is_refused(tmp_path):
     with pytest.raises(SbkitError, match="recogniser is not a codec") as error:
         BundleLoader().codec(recogniser)
     assert "hparams/codec.yaml" in error.value.hint
-    for open_it in (lambda folder: BundleLoader().recogniser(folder, 16_000), BundleLoader().aligner):
+    for open_it in (lambda folder: BundleLoader().text_transcriber(folder, 16_000), BundleLoader().aligner):
         with pytest.raises(SbkitError, match="codec is not a recogniser"):
             open_it(str(tmp_path / "codec"))
 

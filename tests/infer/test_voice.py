@@ -171,8 +171,8 @@ def test_phones_are_spoken_and_words_have_their_times(phone_voice, asked):
 
 
 def test_marks_that_are_symbols_are_kept_where_they_are(phone_voice):
-    [piece] = phone_voice.pieces("'hello' not.")
-    assert "".join(voices.SYMBOLS[number] for number in piece.ids) == "'oolllleehh' ttoonn."
+    [phrase] = phone_voice.phrases("'hello' not.")
+    assert "".join(voices.SYMBOLS[number] for number in phrase.ids) == "'oolllleehh' ttoonn."
 
 
 def test_unknown_characters_are_reported_and_so_are_unknown_sounds(phone_voice):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sbkit.export.layout import TOKENS, Config
 from sbkit.export.vocabulary import Vocabulary, write_tokens
-from sbkit.infer.assembly import words
+from sbkit.infer.assembly import join_tokens
 from sbkit.infer.decoding import Greedy
 from sbkit.tasks.ctc import readme
 
@@ -37,7 +37,7 @@ def transcribed(vocabulary, log_probs):
     """What sbkit transcribes."""
     decoder = Greedy(vocabulary)
     [found] = decoder.tokens([[decoder.keep(log_probs)]])
-    return vocabulary.text(words(found, vocabulary))
+    return vocabulary.text(join_tokens(found, vocabulary))
 
 
 def scores(labels, count):

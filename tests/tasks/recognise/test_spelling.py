@@ -88,7 +88,7 @@ def test_a_pause_ends_a_word_in_validation_and_test_as_in_the_bundle(brain, tmp_
         assert model.transcribe(signal_with_pauses()).text == SAID
     decoder = decoding.decoder(vocabulary, search)
     [tokens] = decoder.tokens([[decoder.keep(log_probs)]])
-    transcribed = vocabulary.text(assembly.words(tokens, vocabulary))
+    transcribed = vocabulary.text(assembly.join_tokens(tokens, vocabulary))
     brain.transcriber.search = None if search is None else BeamSearch(brain.keys.tokenizer, **search)
     assert judged(brain, Stage.VALID) == judged(brain, Stage.TEST) == transcribed == SAID
 
