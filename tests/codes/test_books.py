@@ -30,7 +30,7 @@ def test_an_id_outside_its_codebook_is_refused_by_name(level, size, beyond):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
-def test_the_first_and_the_last_entry_are_taken_in_each_type(dtype):
+def test_ids_at_both_bounds_are_valid_in_each_type(dtype):
     books = Books((100, 64), 50.0, 16000, CODEC)
     found = books.check(np.array([[0, 0], [99, 63]], dtype), "x")
     assert found.dtype == np.int64 and found.tolist() == [[0, 0], [99, 63]]
@@ -46,7 +46,7 @@ def test_a_batch_names_its_utterance_and_counts_the_others():
 
 @given(st.lists(st.tuples(st.integers(-2**70, 2**70), st.integers(-2**70, 2**70)), min_size=1, max_size=4))
 @example(rows=[(0, 2**63 + 1)])  # which numpy would round
-def test_whatever_the_ids_are_all_are_taken_or_the_first_wrong_one_is_named(rows):
+def test_check_accepts_valid_ids_and_names_the_first_invalid_one(rows):
     wrong = [((frame,), level, id) for frame, row in enumerate(rows) for level, id in enumerate(row)
              if not 0 <= id < BOOKS.sizes[level]]
     if not wrong:
@@ -62,12 +62,12 @@ def test_whatever_the_ids_are_all_are_taken_or_the_first_wrong_one_is_named(rows
     ([["1", "2"]], "whole numbers"), ([[1, None]], "whole numbers"), ([1, 2], r"\[frames, 2\].*not \[2\]"),
     ([[1, 2, 3]], r"not \[1, 3\]"), ([[1], [1, 2]], "array of whole numbers"), (7, r"not \[\]"),
 ])
-def test_what_is_no_array_of_ids_is_refused(codes, words):
+def test_check_refuses_other_types_and_shapes(codes, words):
     with pytest.raises(SbkitError, match=f"^here: .*{words}"):
         BOOKS.check(codes, "here")
 
 
-def test_the_error_comes_out_of_another_process_whole():
+def test_invalid_code_can_be_pickled():
     with pytest.raises(InvalidCode) as error:
         BOOKS.check([[1000, 0]], "x")
     again = pickle.loads(pickle.dumps(error.value))
@@ -82,19 +82,19 @@ def test_the_error_comes_out_of_another_process_whole():
     ({"sample_rate": 16000.0}, "sample_rate"), ({"codec": "me"}, "codec"),
     ({"codec": None}, "codec"),
 ])
-def test_codebooks_that_cannot_be_are_refused(changed, words):
+def test_invalid_codebooks_are_refused(changed, words):
     with pytest.raises(SbkitError, match=words):
         Books(**(BOOKS.to_dict() | changed))
 
 
-def test_they_are_the_same_from_json():
+def test_codebooks_survive_json():
     assert Books.from_dict(json.loads(json.dumps(BOOKS.to_dict())), "x") == BOOKS
     assert Books(tuple(np.array([4, 8])), 50, 16000, CODEC).to_dict()["sizes"] == [4, 8]
 
 
 @pytest.mark.parametrize("values", [None, [], {}, {"sizes": [4]}, BOOKS.to_dict() | {"more": 1},
                                     BOOKS.to_dict() | {"sizes": 4}, BOOKS.to_dict() | {"sizes": ["4"]}])
-def test_json_that_describes_none_is_refused(values):
+def test_invalid_json_of_codebooks_is_refused(values):
     with pytest.raises(SbkitError, match=r"^manifest\.json"):
         Books.from_dict(values, "manifest.json")
 

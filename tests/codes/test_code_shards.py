@@ -39,7 +39,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("sizes", [(4,), (256,), (1000, 1000), (70_000, 2, 65_536)])
 @pytest.mark.parametrize("shard_frames", [1, 40, 10**9])
-def test_what_was_written_is_read_in_any_order(tmp_path, sizes, shard_frames):
+def test_codes_are_read_in_any_order(tmp_path, sizes, shard_frames):
     books = Books(sizes, 50.0, 16000, "ab" * 32)
     given = utterances(books=books)
     given[0].codes[0], given[0].codes[1] = 0, np.array(sizes) - 1
@@ -59,7 +59,7 @@ def test_what_was_written_is_read_in_any_order(tmp_path, sizes, shard_frames):
     ({"frame_rate": 25.0}, "frame_rate 50.0"), ({"sample_rate": 24000}, "sample_rate 16000 instead of 24000"),
     ({"codec": "ac" * 32}, r"codec abababababab\.\.\. instead"),
 ])
-def test_another_codecs_are_refused_before_any_code_is_read(tmp_path, changed, words):
+def test_codes_of_another_codec_are_refused_before_reading(tmp_path, changed, words):
     folder = write(tmp_path / "t", utterances())
     for path in folder.glob("*.safetensors"):
         path.unlink()
@@ -68,7 +68,7 @@ def test_another_codecs_are_refused_before_any_code_is_read(tmp_path, changed, w
 
 
 @pytest.mark.parametrize("level, id", [(0, -1), (0, 1000), (0, 1063), (1, 64), (1, 127)])
-def test_an_invalid_id_is_not_written_and_nothing_stays_behind(tmp_path, level, id):
+def test_an_invalid_id_leaves_no_folder(tmp_path, level, id):
     wrong = utterances()
     wrong[3].codes[2, level] = id
     with pytest.raises(InvalidCode, match=f"^u3: frame 2, level {level}: id {id} "):
@@ -88,7 +88,7 @@ def rewritten(folder, change, honest=True):
     return folder
 
 
-def test_an_invalid_id_on_disk_is_refused_where_it_is_read_and_the_next_is_right(tmp_path):
+def test_an_invalid_id_on_disk_fails_only_its_utterance(tmp_path):
     """Also in training data that something else wrote."""
     def change(tensors):
         tensors["codes"][[0, 3, 5], 0] = 1000, 64, 1063
@@ -120,7 +120,7 @@ def test_an_invalid_id_on_disk_is_refused_where_it_is_read_and_the_next_is_right
     (lambda t: t["rows"].__setitem__(0, ord("[")), "row 0 is not JSON"),
     (lambda t: t["rows"].__setitem__(2, ord("x")), "row 0 must have an id"),
 ])
-def test_a_shard_that_is_not_what_it_says_is_refused(tmp_path, change, words):
+def test_a_shard_with_wrong_contents_is_refused(tmp_path, change, words):
     codes = Codes(rewritten(write(tmp_path / "t", utterances()), change))
     with pytest.raises(SbkitError, match=words):
         codes[0]
@@ -155,7 +155,7 @@ def test_any_damaged_byte_of_a_shard_is_noticed(tmp_path):
     (("shards", 0, "utterances"), -1), (("shards", 0, "frames"), 1 << 40), (("shards", 0, "bytes"), True),
     (("shards", 0, "sha256"), None), (("shards", 0), "codes-00000.safetensors"), (("shards", 0, "more"), 1),
 ])
-def test_a_manifest_that_cannot_be_is_refused(tmp_path, where, value):
+def test_invalid_manifests_are_refused(tmp_path, where, value):
     folder = write(tmp_path / "t", utterances())
     values = json.loads((folder / MANIFEST).read_text())
     at = values
@@ -170,7 +170,7 @@ def test_a_manifest_that_cannot_be_is_refused(tmp_path, where, value):
 @pytest.mark.slow
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text() | st.integers(), lambda children: st.lists(
     children, max_size=3) | st.dictionaries(st.sampled_from(["format", "version", "books", "shards"]), children)))
-def test_whatever_json_a_manifest_is_it_is_an_error_of_ours(tmp_path_factory, values):
+def test_any_json_as_manifest_raises_sbkit_error(tmp_path_factory, values):
     folder = tmp_path_factory.mktemp("t")
     (folder / MANIFEST).write_text(json.dumps(values))
     with pytest.raises(SbkitError):
@@ -178,13 +178,13 @@ def test_whatever_json_a_manifest_is_it_is_an_error_of_ours(tmp_path_factory, va
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\ud800".encode("utf-8", "surrogatepass")])
-def test_a_manifest_that_is_no_json_is_an_error_of_ours(tmp_path, text):
+def test_a_manifest_that_is_not_json_raises_sbkit_error(tmp_path, text):
     (tmp_path / MANIFEST).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SbkitError, match=r"manifest\.json cannot be read"):
         Codes(tmp_path)
 
 
-def test_what_is_no_folder_of_codes_is_reported(tmp_path):
+def test_other_folders_are_reported(tmp_path):
     with pytest.raises(SbkitError, match=r"has no codes: there is no manifest\.json"):
         Codes(tmp_path)
     with pytest.raises(SbkitError, match="none does not exist; sbkit tokenize"):
@@ -198,7 +198,7 @@ def test_what_is_no_folder_of_codes_is_reported(tmp_path):
     ("v", np.zeros(((1 << 20) + 1, 2), np.uint8), "v: it has 1,048,577 frames, but at most 1,048,576 are allowed"),
     ("\ud800", [[0, 0]], r"\\ud800: its id, text or speaker is not valid Unicode"),
 ])
-def test_what_cannot_be_an_utterance_is_refused(tmp_path, id, codes, words):
+def test_invalid_utterances_are_refused(tmp_path, id, codes, words):
     with pytest.raises(SbkitError, match=words), writing(tmp_path / "t", BOOKS) as out:
         out.add("u0", [[1, 2]])
         out.add(id, codes)
@@ -221,7 +221,7 @@ def test_types_that_numpy_lacks_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("row", [b'{"id": "\\ud800"}', b'{"id": "a", "text": "\\udfff"}'])
-def test_half_a_character_is_refused_before_anything_is_made_of_it(tmp_path, row):
+def test_lone_surrogates_are_refused(tmp_path, row):
     def change(tensors):
         tensors.update(rows=np.frombuffer(row, np.uint8), row_ends=np.array([len(row)]))
 
@@ -231,7 +231,7 @@ def test_half_a_character_is_refused_before_anything_is_made_of_it(tmp_path, row
             use()
 
 
-def test_what_no_shard_can_hold_leaves_the_others_as_they_are(tmp_path):
+def test_an_unstorable_utterance_leaves_the_others(tmp_path):
     with writing(tmp_path / "t", BOOKS) as out:
         out.add("u0", [[1, 2]])
         for wrong, message in (({"text": "a" * (1 << 20)}, r"id, text and speaker have 1\.0 MB"),
@@ -242,13 +242,13 @@ def test_what_no_shard_can_hold_leaves_the_others_as_they_are(tmp_path):
     assert [each.codes.tolist() for each in Codes(tmp_path / "t")] == [[[1, 2]], [[5, 6]]]
 
 
-def test_no_codes_are_no_folder(tmp_path):
+def test_an_empty_folder_is_not_written(tmp_path):
     with pytest.raises(SbkitError, match="no utterance was added"):
         write(tmp_path / "t", [])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_is_replaced_as_a_whole_or_stays(tmp_path):
+def test_a_folder_is_replaced_atomically(tmp_path):
     given = utterances()
     folder = write(tmp_path / "t", given, shard_frames=10)
     with pytest.raises(SbkitError, match="t already exists"):

@@ -31,7 +31,7 @@ def log_probs(labels):
 @settings(max_examples=80, deadline=None)
 @given(runs(len(PIECES)), st.data(), st.sampled_from(["▁", None]),
        st.sampled_from([None, None, None, {"beam": 2, "token_beam": 2}]))
-def test_it_is_what_decoding_everything_at_the_end_says(labels, data, separator, search):
+def test_stable_words_equal_those_of_decoding_everything_at_once(labels, data, separator, search):
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(labels) - 1)), max_size=8)))
     known = vocabulary(word_separator=separator)
     how = decoder(known, search)
@@ -54,7 +54,7 @@ def test_it_is_what_decoding_everything_at_the_end_says(labels, data, separator,
 @pytest.mark.parametrize("labels", [
     [2, 3, 0, 4, 0] * 100, [3, 4] * 250, [0] * 500, [3] + [0] * 499, [1, 0] * 250, [7, 0] * 250,
 ], ids=["speech", "a word without an end", "silence", "a word and silence", "silent tokens", "shared tokens"])
-def test_hours_cost_what_their_parts_cost(labels):
+def test_cost_grows_linearly_with_the_recording(labels):
     """Of 20 s each; frames are counted that tokens are looked for in."""
     known = vocabulary()
     how = decoder(known, None)
@@ -76,7 +76,7 @@ def test_hours_cost_what_their_parts_cost(labels):
 
 @pytest.mark.parametrize("separator", ["▁", None])
 @pytest.mark.parametrize("search", [None, {"beam": 4}, {"hot_words": ["ab"], "beam": 4}])
-def test_a_stream_says_what_the_decoder_says_of_the_whole(search, separator):
+def test_a_stream_has_the_words_of_the_whole_recording(search, separator):
     known = vocabulary(word_separator=separator)
     how, said = decoder(known, search), log_probs([5, 4, 4, 0, 4, 0, 0, 5, 1, 2, 3, 0, 7, 7, 0, 5, 4])
     expected = join_tokens(how.tokens([[how.keep(said)]])[0], known)

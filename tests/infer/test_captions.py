@@ -68,7 +68,7 @@ def at(monkeypatch):
 @settings(max_examples=80)
 @given(width=st.integers(4, 40), lines=st.lists(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=6), max_size=3),
        space=st.sampled_from([" ", ""]))
-def test_complete_lines_stay_and_the_one_in_progress_is_all_there(width, lines, space):
+def test_the_screen_has_complete_lines_and_the_whole_line_in_progress(width, lines, space):
     out, screen = io.StringIO(), Screen(width)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captions.shutil, "get_terminal_size", lambda: os.terminal_size((width, 24)))
@@ -90,7 +90,7 @@ def test_complete_lines_stay_and_the_one_in_progress_is_all_there(width, lines, 
     assert screen.text[-1] == ""
 
 
-def test_words_break_where_they_end(at):
+def test_rows_break_between_words(at):
     out, screen = io.StringIO(), Screen(at(11))
     terminal = TerminalCaptions(" ", out)
     for count in range(7):
@@ -100,7 +100,7 @@ def test_words_break_where_they_end(at):
     assert screen.text == ["ab cd efg", "hij k lmn", ""]
 
 
-def test_a_mark_shows_that_nobody_speaks_until_somebody_does(at):
+def test_an_ellipsis_is_shown_during_silence(at):
     out, screen, shown = io.StringIO(), Screen(at(40)), []
     terminal = TerminalCaptions(" ", out)
     for said, complete in ([], False), (["a"], False), (["a"], True), ([], False):
@@ -123,7 +123,7 @@ def test_rows_of_settled_words_are_written_once(at):
     assert out.getvalue().count("word0") <= 3 and "\x1b[2A" not in out.getvalue()
 
 
-def test_no_color_asks_for_no_dim_letters(at, monkeypatch):
+def test_no_color_turns_dim_letters_off(at, monkeypatch):
     at(40)
     for value, dim in (("1", False), ("", True)):
         monkeypatch.setenv("NO_COLOR", value)
@@ -132,7 +132,7 @@ def test_no_color_asks_for_no_dim_letters(at, monkeypatch):
         assert ("\x1b[2m" in out.getvalue()) == dim
 
 
-def test_what_would_command_the_terminal_is_shown_as_a_mark(at):
+def test_control_characters_become_replacement_characters(at):
     at(40)
     out = io.StringIO()
     TerminalCaptions(" ", out).show(TranscriptLine(words(["a\x1b[31mb\n"]), [], True))

@@ -56,7 +56,7 @@ def test_the_kept_frames_of_all_chunks_are_the_frames_of_the_recording(seconds, 
     assert [frame for part in order for frame in part] == list(range(size // FRAME + 1))
 
 
-def test_cuts_go_through_pauses_and_nothing_is_transcribed_twice_there():
+def test_cuts_are_in_pauses_without_overlap():
     rng = np.random.default_rng(0)
     pauses = [7.0, 15.0, 22.5]
     signal = rng.standard_normal(30 * RATE).astype(np.float32)
@@ -91,7 +91,7 @@ def marks_late(signal, frame):
 
 
 @pytest.mark.parametrize("noise", [0.001, 0.4])
-def test_a_word_that_begins_where_a_chunk_may_end_is_not_cut_as_if_it_were_a_pause(noise):
+def test_a_word_at_the_end_of_a_chunk_is_not_cut(noise):
     signal = np.ones(20 * RATE, np.float32)
     signal[9_650:9_920] = noise
     first = next(cut([signal], RATE, FRAME, 10.0, marks_late))
@@ -101,7 +101,7 @@ def test_a_word_that_begins_where_a_chunk_may_end_is_not_cut_as_if_it_were_a_pau
         assert 9_650 <= first.keep * FRAME <= 9_920 and not first.continues
 
 
-def test_where_nobody_speaks_the_output_is_blank_and_a_silent_chunk_needs_none():
+def test_output_is_blank_during_silence():
     noise = np.full(4 * FRAME, 0.4, np.float32)
     [silent] = cut([noise], RATE, FRAME, 10.0, where_loud)
     assert silent.silent and silent.output(None, 1, 3).argmax(-1).tolist() == [1] * 4
@@ -120,7 +120,7 @@ def test_speech_without_a_pause_is_cut_with_context_on_both_sides():
         assert beyond * FRAME / RATE >= CONTEXT_SECONDS and after.skip * FRAME / RATE >= CONTEXT_SECONDS
 
 
-def test_one_chunk_is_held_in_memory_however_long_the_recording():
+def test_memory_holds_one_chunk_at_a_time():
     held = []
 
     def endless():

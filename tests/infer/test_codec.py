@@ -27,7 +27,7 @@ def same(found, wanted):
     return len(found) == len(wanted) and all(map(np.array_equal, found, wanted))
 
 
-def test_codes_are_those_of_the_recordings_and_sound_is_that_of_the_codes(codec):
+def test_encodes_and_decodes_recordings_of_any_length(codec):
     wanted = [codecs.drawn(frames, frames) for frames in (3, 200, 1, 57)]
     found = codec.encode([codecs.sound(codes) for codes in wanted])
     assert same(found, wanted) and all(codes.dtype == np.int64 for codes in found)
@@ -41,7 +41,7 @@ def test_the_last_frame_may_reach_beyond_the_end(codec, samples, frames):
     assert codes.shape == (frames, 2) and codec.decode([codes])[0].shape == (frames * codecs.STRIDE,)
 
 
-def test_graphs_get_no_less_than_they_take(codec, monkeypatch):
+def test_short_inputs_are_padded_to_the_graphs_minimum(codec, monkeypatch):
     wanted, sizes = codecs.drawn(1), []
     for engine in (codec.engine, codec.sounds):
         monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, min_samples=1000, min_frames=9))
@@ -50,7 +50,7 @@ def test_graphs_get_no_less_than_they_take(codec, monkeypatch):
     assert same(codec.encode(codec.decode([wanted])), [wanted]) and sizes == [9, 1000]
 
 
-def test_a_long_recording_is_given_to_the_graphs_in_pieces(codec, monkeypatch):
+def test_a_long_recording_is_run_in_chunks(codec, monkeypatch):
     monkeypatch.setattr("sbkit.infer.codec.PIECE_SECONDS", 1.0)
     wanted, shapes = [codecs.drawn(frames) for frames in (333, 50, 51)], []
     for engine in (codec.engine, codec.sounds):
@@ -64,7 +64,7 @@ def test_a_long_recording_is_given_to_the_graphs_in_pieces(codec, monkeypatch):
 
 @pytest.mark.parametrize("context", [0, 1, 16, 400])
 @pytest.mark.parametrize("frames", [1, 99, 100, 101, 1234])
-def test_pieces_keep_each_frame_once_and_all_that_decides_it(monkeypatch, frames, context):
+def test_chunks_cover_each_frame_once_with_its_context(monkeypatch, frames, context):
     monkeypatch.setattr("sbkit.infer.codec.PIECE_SECONDS", 2.0)
     config = codecs.CodecConfig(sample_rate=16_000, codec=codecs.HASH, books=[2], stride=320, context=context)
     cut = chunks(7, frames, config)
@@ -77,14 +77,14 @@ def test_pieces_keep_each_frame_once_and_all_that_decides_it(monkeypatch, frames
     assert sorted(each for group in groups for each in group) == cut
 
 
-def test_a_batch_has_no_more_than_its_seconds_with_padding():
+def test_batches_stay_within_the_limit_of_seconds():
     config = codecs.CodecConfig(sample_rate=16_000, codec=codecs.HASH, books=[2], stride=320, context=0)
     frames = np.random.default_rng(0).integers(1, 1500, 200)
     for group in batches([CodecChunk(i, 0, each, 0, each) for i, each in enumerate(frames.tolist())], config):
         assert len(group) * max(piece.end for piece in group) * 0.02 <= BATCH_SECONDS or len(group) == 1
 
 
-def test_a_codec_that_looks_at_everything_takes_no_more_than_it_can_hold(tmp_path, monkeypatch):
+def test_recordings_too_long_for_unbounded_context_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("sbkit.infer.codec.MAX_SECONDS", 3.0)
     monkeypatch.setattr("sbkit.infer.codec.PIECE_SECONDS", 1.0)
     wanted = codecs.drawn(150)
@@ -100,7 +100,7 @@ def test_a_codec_that_looks_at_everything_takes_no_more_than_it_can_hold(tmp_pat
 
 
 @pytest.mark.parametrize("id", [-1, 50, 50 + 63, 2**40])
-def test_an_id_that_is_in_no_codebook_is_reported_before_anything_runs(codec, monkeypatch, id):
+def test_invalid_codes_are_reported_before_a_graph_runs(codec, monkeypatch, id):
     wrong = codecs.drawn(9)
     wrong[7, 0] = id
     monkeypatch.setattr(codec.sounds, "submit", lambda _: pytest.fail("nothing must be computed"))
@@ -114,12 +114,12 @@ def test_an_id_that_is_in_no_codebook_is_reported_before_anything_runs(codec, mo
     (np.zeros((3, 2), np.float32), "whole numbers, not float32"), (np.zeros((3, 1), int), r"\[frames, 2\]"),
     (np.zeros((1, 3, 2), int), r"recording 0: its codes must be \[frames, 2\], not \[1, 3, 2\]"), (3, "per codebook"),
 ])
-def test_what_are_no_codes_of_a_recording_is_reported(codec, codes, expected):
+def test_codes_of_a_wrong_shape_are_reported(codec, codes, expected):
     with pytest.raises(SbkitError, match=expected):
         codec.decode([codes])
 
 
-def test_what_is_no_list_of_recordings_is_reported(codec):
+def test_arguments_must_be_lists(codec):
     for method in (codec.encode, codec.decode):
         with pytest.raises(SbkitError, match=r"takes a list of .*, not ndarray; for one, write"):
             method(np.zeros(400, np.float32))
@@ -129,13 +129,13 @@ def test_what_is_no_list_of_recordings_is_reported(codec):
         codec.encode([np.full(400, np.nan, np.float32)])
 
 
-def test_no_recordings_have_no_codes_and_no_codes_no_sound(codec):
+def test_empty_lists_give_empty_lists(codec):
     assert codec.encode([]) == [] == codec.decode([])
     [sound] = codec.decode([np.zeros((0, 2), int)])
     assert sound.shape == (0,)
 
 
-def test_files_are_brought_to_its_rate(codec, tmp_path):
+def test_files_are_resampled_to_the_codecs_rate(codec, tmp_path):
     wanted = codecs.drawn(1).repeat(50, axis=0)
     wanted[:, 1] = wanted[0, 0] * 19 / 49  # a constant level
     soundfile.write(tmp_path / "a.wav", np.repeat(codecs.sound(wanted), 3), 48_000, "FLOAT")
@@ -143,14 +143,14 @@ def test_files_are_brought_to_its_rate(codec, tmp_path):
     assert abs(len(codes) - 50) <= 1 and np.array_equal(codes[5:45, 0], wanted[5:45, 0])
 
 
-def test_a_graph_whose_codes_are_in_no_codebook_is_reported_by_its_file(tmp_path):
+def test_a_graph_that_outputs_invalid_codes_is_reported(tmp_path):
     with sbkit.infer.load(codecs.make(tmp_path / "c", graph_sizes=(60, 20)), device="cpu") as wrong:
         with pytest.raises(InvalidCode, match=r"1: the output of model\.onnx: frame 0, level 0: id 59") as raised:
             wrong.encode([np.zeros(400, np.float32), np.ones(400, np.float32)])
     assert (raised.value.position, raised.value.id) == ((1, 0), 59)
 
 
-def test_each_waveform_has_its_codes_or_its_own_error(tmp_path, monkeypatch):
+def test_encode_each_returns_codes_or_an_error_for_each_waveform(tmp_path, monkeypatch):
     monkeypatch.setattr("sbkit.infer.codec.MAX_SECONDS", 3.0)
     wanted = codecs.drawn(40)
     with sbkit.infer.load(codecs.make(tmp_path / "c", graph_sizes=(50, 30), context=None), device="cpu") as codec:
@@ -161,7 +161,7 @@ def test_each_waveform_has_its_codes_or_its_own_error(tmp_path, monkeypatch):
     assert found[2].message == "it is 4 s long, but this codec takes whole recordings of up to 3 s"
 
 
-def test_many_threads_get_each_their_own(codec):
+def test_threads_get_their_own_results(codec):
     sounds = [codecs.sound(codecs.drawn(100, seed)) for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda sound: codec.decode(codec.encode([sound]))[0], sounds)

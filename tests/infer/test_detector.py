@@ -20,7 +20,7 @@ VALUES = {"hop_samples": 160, "subsampling": 4, "vocabulary": 3, "models": {}}
 
 
 @pytest.mark.parametrize("rate", [8_000, 16_000])
-def test_speech_is_found_amid_noise_and_nothing_else(rate):
+def test_detects_speech_in_noise(rate):
     found = SpeechDetector(Config(sample_rate=rate, **VALUES))
     said, own = speak("the old farmer opens the window", "en-us")
     said, rng = resample(said, own, rate), np.random.default_rng(0)
@@ -34,7 +34,7 @@ def test_speech_is_found_amid_noise_and_nothing_else(rate):
     assert np.mean([found(each.signal, frame).mean() for each in silences(rate, seconds=2.0, times=1)]) < 0.05
 
 
-def test_it_needs_its_package_a_rate_and_a_model_whose_output_has_a_blank(monkeypatch):
+def test_detector_refuses_a_missing_package_other_rates_and_transducers(monkeypatch):
     for config in (Config(sample_rate=22_050, **VALUES), TransducerConfig(
             sample_rate=16_000, **VALUES, joint_size=3, context=2, decoder="a", joiner="b")):
         with pytest.raises(SbkitError, match="CTC models of 8000 or 16000 samples a second only"):
@@ -45,7 +45,7 @@ def test_it_needs_its_package_a_rate_and_a_model_whose_output_has_a_blank(monkey
     assert refused.value.hint == "pip install 'sbkit[vad]'"
 
 
-def test_words_for_what_is_no_speech_are_left_out_of_recordings_of_any_length(bundle):
+def test_hallucinated_words_are_left_out(bundle):
     """The model writes words for levels, which aren't speech."""
     signal = np.concatenate([bundles.say("hello there"), np.zeros(40 * bundles.RATE, np.float32), bundles.say("you")])
     with load(bundle, options=Options(vad=True)) as heard, load(bundle) as all_of_it:

@@ -27,7 +27,7 @@ def labels(scores):
 
 
 @pytest.mark.parametrize("model", ["onnx", "torch"])
-def test_32_threads_at_once_each_get_their_own_answer(bundle, model):
+def test_32_threads_get_their_own_results(bundle, model):
     """Each thread asks many times, with batches of its own; no answer is another's."""
     with Engine(bundle, model=model, device="cpu", threads=1) as engine:
         begin = threading.Barrier(32)
@@ -91,7 +91,7 @@ torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()"""
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_threads_and_pools_that_a_script_leaves_behind_are_answered(bundle):
+def test_calls_after_a_scripts_last_line_are_answered(bundle):
     code = f"""import concurrent.futures, bundles; from sbkit.infer.engine import Engine
 engine, pool = Engine({str(bundle)!r}, device='cpu'), concurrent.futures.ThreadPoolExecutor(1)
 for _ in range(2): pool.submit(lambda: print(len(engine.run([bundles.say('a')]))))"""
@@ -106,7 +106,7 @@ def test_an_engine_can_be_closed_from_its_own_thread(bundle):
         engine.run([bundles.say("a")])
 
 
-def test_an_engine_that_is_forgotten_ends_its_thread(bundle):
+def test_a_garbage_collected_engine_ends_its_thread(bundle):
     engine = Engine(bundle, device="cpu")
     thread = engine.worker.submit(threading.current_thread).result()
     del engine
@@ -124,7 +124,7 @@ def test_a_cancelled_call_is_not_run(bundle):
         assert labels(first.result()[0])[0] == 3
 
 
-def test_signals_of_the_wrong_kind_are_refused_where_they_are_given(bundle):
+def test_invalid_signals_raise_in_submit(bundle):
     with Engine(bundle, device="cpu") as engine:
         for signal in (np.zeros(100), np.zeros((2, 100), np.float32), np.zeros(0, np.float32)):
             with pytest.raises(ValueError, match="float32"):
@@ -136,7 +136,7 @@ def test_signals_of_the_wrong_kind_are_refused_where_they_are_given(bundle):
 
 @pytest.mark.gpu(values=True)
 @pytest.mark.parametrize("compile", [None, "reduce-overhead"])
-def test_a_program_says_the_same_on_a_card(bundle, compile):
+def test_a_torch_program_has_the_same_output_on_a_gpu(bundle, compile):
     signals = [bundles.say("a word"), bundles.say("and another")]
     with Engine(bundle, model="torch", device="cpu") as here, Engine(
             bundle, model="torch", device="cuda", compile=compile, buckets=[(2, 2.0)] if compile else None) as there:
@@ -145,7 +145,7 @@ def test_a_program_says_the_same_on_a_card(bundle, compile):
             np.testing.assert_allclose(theirs, mine, atol=1e-3)
 
 
-def test_a_broken_device_is_remembered(bundle):
+def test_no_run_follows_a_device_fault(bundle):
     """After a device-side assert the CUDA context is gone: what comes after must not look like bad luck."""
     with Engine(bundle, device="cpu") as engine:
         def broken(*_):
@@ -170,7 +170,7 @@ class OnnxRuntimesOwn(Exception):
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"),
     RuntimeError("CUDA error: out of memory"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), MemoryError(),
     OnnxRuntimesOwn("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Failed to allocate memory for requested buffer")])
-def test_a_run_that_finds_no_memory_fails_alone_and_leaves_none_of_it(bundle, error):
+def test_out_of_memory_fails_one_run_and_frees_its_memory(bundle, error):
     freed = []
     with Engine(bundle, device="cpu") as engine:
         working = engine.backend
@@ -250,7 +250,7 @@ def test_a_compiled_model_answers_many_threads(bundle):
 
 
 @pytest.mark.parametrize("threads, said, expected", [(None, None, 1), (None, "2", 2), (2, None, 2)])
-def test_a_containers_quota_is_kept_to_unless_somebody_says_otherwise(bundle, monkeypatch, threads, said, expected):
+def test_threads_default_to_the_containers_cpu_quota(bundle, monkeypatch, threads, said, expected):
     monkeypatch.setattr("sbkit.system.cores.quotas", lambda: [1.5])
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
@@ -271,13 +271,13 @@ def test_a_containers_quota_is_kept_to_unless_somebody_says_otherwise(bundle, mo
 # ---------------------------------------------------------------- files
 
 
-def test_a_width_that_is_not_the_tables_is_refused_at_start(tmp_path):
+def test_a_graph_of_another_width_is_refused_at_start(tmp_path):
     folder = bundles.make(tmp_path / "b", width=len(bundles.PIECES) + 4)
     with pytest.raises(SbkitError, match=r"34 values per frame, but config.json says 30"):
         Engine(folder)
 
 
-def test_a_width_that_shows_only_when_it_runs_is_refused_too(bundle):
+def test_a_wrong_width_at_run_time_is_refused(bundle):
     with Engine(bundle, device="cpu") as engine:
         wide = engine.backend
         engine.backend = lambda *a: (np.zeros((1, 3, 99), np.float32), np.array([3]))
@@ -286,7 +286,7 @@ def test_a_width_that_shows_only_when_it_runs_is_refused_too(bundle):
         engine.backend = wide
 
 
-def test_a_file_that_was_cut_off_or_is_missing_is_reported_before_it_is_loaded(tmp_path):
+def test_a_missing_or_truncated_file_is_reported_before_loading(tmp_path):
     folder = bundles.make(tmp_path / "b")
     data = (folder / "model.onnx").read_bytes()
     (folder / "model.onnx").write_bytes(data[:-10])
@@ -303,7 +303,7 @@ def test_a_file_that_was_cut_off_or_is_missing_is_reported_before_it_is_loaded(t
     ("m/data/weights/model_weights_config.json", b'{"config": {"w": {"use_pickle": true}}}'),
     ("m/data/weights/model_weights_config.json", b"[1]"), ("m/extra/code.py", b"x"),
 ])
-def test_what_could_be_unpickled_is_never_read(tmp_path, entry, payload):
+def test_programs_with_pickles_are_refused(tmp_path, entry, payload):
     path = tmp_path / "model.pt2"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(entry, payload)
@@ -320,6 +320,6 @@ def test_a_program_of_this_torch_has_no_pickle_in_it(bundle):
 @pytest.mark.parametrize("options, message", [
     ({"model": "int8"}, "has no int8 model.*onnx, torch"), ({"model": "tflite"}, "unknown model format 'tflite'"),
     ({"compile": "default"}, "compile only works with the model torch")])
-def test_what_a_bundle_lacks_is_named(bundle, options, message):
+def test_missing_formats_and_wrong_options_are_refused(bundle, options, message):
     with pytest.raises(SbkitError, match=message):
         Engine(bundle, **options)

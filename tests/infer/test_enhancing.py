@@ -54,7 +54,7 @@ def enhance(*words):
 
 
 @pytest.mark.parametrize("samples", [1, 100, enhancers.HOP, RATE, round(2.5 * PIECE_SECONDS * RATE)])
-def test_a_recording_is_what_the_checkpoint_makes_of_it(model, samples):
+def test_an_enhanced_recording_matches_the_checkpoint(model, samples):
     found = model.enhance(noise(samples))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, whole(noise(samples)), atol=TOLERANCE)
@@ -63,7 +63,7 @@ def test_a_recording_is_what_the_checkpoint_makes_of_it(model, samples):
 @settings(max_examples=30)
 @given(sizes=st.lists(st.integers(0, 700), max_size=8), seconds=st.sampled_from([0.0, 0.02, 0.1]),
        seed=st.integers(0, 2**31))
-def test_a_stream_in_any_pieces_is_the_whole(model, sizes, seconds, seed):
+def test_stream_output_does_not_depend_on_the_pieces(model, sizes, seconds, seed):
     signal, stream, found, at = noise(sum(sizes), seed), model.stream(seconds), [], 0
     for size in sizes:
         found.append(stream.feed(signal[at : at + size]))
@@ -76,7 +76,7 @@ def test_a_stream_in_any_pieces_is_the_whole(model, sizes, seconds, seed):
         np.testing.assert_allclose(found, whole(signal), atol=TOLERANCE)
 
 
-def test_the_whole_graph_is_the_same(bundle):
+def test_the_graph_for_whole_recordings_matches_the_checkpoint(bundle):
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(str(bundle / "model.onnx"), providers=["CPUExecutionProvider"])
     signals = np.stack([noise(5000), noise(5000, 1)])
@@ -86,7 +86,7 @@ def test_the_whole_graph_is_the_same(bundle):
     assert lengths.tolist() == [5000, 1234] and not found[1, 1234:].any()
 
 
-def test_a_server_answers_with_the_whole_as_sound(bundle):
+def test_a_server_answers_with_the_enhanced_recording(bundle):
     """As for any model whose first output is sound."""
     assert SERVED.of(layout.read(bundle)) is ServedGraph
     signal = noise(9000)
@@ -130,7 +130,7 @@ def test_a_recording_is_never_overwritten(bundle, tmp_path, capsys):
     assert (tmp_path / "a.wav").read_bytes() == before
 
 
-def test_an_hour_takes_the_memory_of_a_minute(bundle, tmp_path):
+def test_memory_does_not_grow_with_the_recording(bundle, tmp_path):
     """The peak of what numpy and Python hold; blocks of a recording have ten seconds."""
     peaks = []
     for minutes in (1, 6):
@@ -153,7 +153,7 @@ def test_another_bundle_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_graph_that_gives_something_else_is_refused(bundle, tmp_path):
+def test_a_graph_with_wrong_output_is_refused(bundle, tmp_path):
     """Of another hop than the configuration says."""
     folder = bundles.change(shutil.copytree(bundle, tmp_path / "b"), hop=8)
     with pytest.raises(sbkit.errors.SbkitError):

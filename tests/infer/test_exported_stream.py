@@ -68,7 +68,7 @@ def settled(results):
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_streams_words_are_those_of_the_checkpoints_masked_whole_forward(made, model, signal, chunk):
+def test_a_streams_words_match_the_checkpoints_masked_forward(made, model, signal, chunk):
     recognizer = load_run(made.run, "cpu")[1].recognizer
     log_probs = reference(recognizer, chunks=recognizer.chunks.config(CHUNKS[chunk]))(signal)
     results, end = settled(model.stream(chunk)(signal)), len(signal) / model.engine.config.sample_rate
@@ -76,7 +76,7 @@ def test_a_streams_words_are_those_of_the_checkpoints_masked_whole_forward(made,
     assert len(results) > 5 and same(results, whole)
 
 
-def test_one_chunk_around_everything_says_what_a_recording_says(model, signal):
+def test_one_chunk_over_the_whole_matches_a_recording(model, signal):
     """Chunk by chunk a frame sees less than in the whole; within one chunk it sees all of it."""
     config = model.engine.config
     windows = Windows(config, 400)

@@ -12,7 +12,7 @@ from sbkit.infer.recordings import Recording
 
 
 @given(order=st.integers(1, 8).flatmap(lambda count: st.permutations(range(count))), data=st.data())
-def test_results_come_in_any_order_and_are_printed_in_that_of_the_recordings(order, data):
+def test_results_are_printed_in_the_recordings_order(order, data):
     recordings = [Recording(f"{i}.wav") for i in range(len(order))]
     unreadable = data.draw(st.sets(st.sampled_from(order)))
     arrival, named = data.draw(st.permutations(range(len(order)))), data.draw(st.integers(1, 3))

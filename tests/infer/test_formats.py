@@ -41,7 +41,7 @@ def made(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["recogniser", "voice", "codec"])
-def test_a_program_of_torch_is_not_opened_unless_it_is_named(made, kind):
+def test_auto_never_opens_a_torch_program(made, kind):
     with pytest.raises(SbkitError, match=TOLD) as error:
         sbkit.infer.load(made[kind], device="cpu")
     assert error.value.hint == "if you trust its author, choose it: --model torch, or model='torch' in Python"
@@ -49,7 +49,7 @@ def test_a_program_of_torch_is_not_opened_unless_it_is_named(made, kind):
         sbkit.infer.load(made[kind], device="cpu", model="torch")
 
 
-def test_nor_for_streams(made):
+def test_auto_never_opens_a_torch_program_for_streams(made):
     with pytest.raises(SbkitError, match=TOLD):
         StreamEngine(made["recogniser"], device="cpu")
 
@@ -58,14 +58,14 @@ def test_nor_for_streams(made):
     ["transcribe", "recogniser", "a.wav"], ["listen", "recogniser", "-"], ["serve", "recogniser", "--port", "0"],
     ["speak", "voice", "ab", "--to", "said.wav"],
 ])
-def test_no_command_opens_one(made, tmp_path, monkeypatch, capsys, command):
+def test_no_command_opens_a_torch_program_by_default(made, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     soundfile.write("a.wav", bundles.say("ab"), bundles.RATE)
     assert cli.main(command) == 2
     assert "can run any code" in capsys.readouterr().err
 
 
-def test_without_onnx_runtime_the_other_format_is_not_taken_in_its_place(tmp_path, monkeypatch):
+def test_a_torch_program_does_not_replace_a_missing_onnx_runtime(tmp_path, monkeypatch):
     monkeypatch.setattr(formats.util, "find_spec", lambda name: name != "onnxruntime" or None)
     with pytest.raises(SbkitError, match=r"no installed package can run the model in .* \(onnx, torch\)"):
         formats.choose(tmp_path, {"torch": "model.pt2", "onnx": "model.onnx"}, formats.AUTO)
@@ -83,7 +83,7 @@ def of_another_model(bundle, model: bytes):
     ("1.23.2", "onnxruntime 1.23.2 would read any file of this machine", b"\x08"),
     ("1.23.2", "onnxruntime 1.23.2 would read any file of this machine", b"\x88\x00")])  # protobuf takes that as 8, too
 @pytest.mark.parametrize("named", ["../secret", "link"])
-def test_a_model_reads_no_weights_from_outside_of_its_folder(tmp_path, monkeypatch, version, message, named, length):
+def test_external_weights_outside_the_folder_are_refused(tmp_path, monkeypatch, version, message, named, length):
     """ONNX Runtime refuses it since 1.24; earlier ones would read the file, so such a model isn't given to them."""
     bundle = bundles.make(tmp_path / "bundle")
     (tmp_path / "secret").write_bytes(bytes(4096))
@@ -99,7 +99,7 @@ def test_a_model_reads_no_weights_from_outside_of_its_folder(tmp_path, monkeypat
         sbkit.infer.load(bundle, device="cpu")
 
 
-def test_a_model_with_a_node_of_that_name_is_opened_by_an_earlier_one_too(tmp_path, monkeypatch):
+def test_a_node_named_location_is_not_taken_for_external_weights(tmp_path, monkeypatch):
     bundle = bundles.make(tmp_path / "bundle")
     model = onnx.load(bundle / "model.onnx")
     model.graph.node[0].name = "a location"

@@ -11,9 +11,9 @@ from sbkit.infer.batches import plan_batches
     ([3, 3, 3], 6, [[0, 1], [2]]),
     ([30, 1], 10, [[0], [1]]),
 ])
-def test_batches_have_like_lengths_and_are_within_the_limit(lengths, limit, plan):
+def test_batches_have_similar_lengths_within_the_limit(lengths, limit, plan):
     assert plan_batches(lengths, limit) == plan
 
 
-def test_a_model_whose_batches_leak_gets_each_alone():
+def test_without_batching_each_signal_runs_alone():
     assert plan_batches([1, 3, 2], 100, batching=False) == [[1], [2], [0]]

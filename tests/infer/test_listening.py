@@ -68,7 +68,7 @@ def facts(text):
 
 
 @pytest.mark.slow
-def test_lines_come_as_text_once_they_are_over(bundle, monkeypatch, tmp_path, capsys):
+def test_complete_lines_are_printed_as_text(bundle, monkeypatch, tmp_path, capsys):
     assert listen(bundle, monkeypatch, tmp_path, pcm("she sells", "the end")) == 0
     captured = capsys.readouterr()
     assert captured.out == "she sells\nthe end\n"
@@ -76,7 +76,7 @@ def test_lines_come_as_text_once_they_are_over(bundle, monkeypatch, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_programs_get_an_object_for_every_change(bundle, monkeypatch, tmp_path, capsys):
+def test_json_has_an_object_for_every_change(bundle, monkeypatch, tmp_path, capsys):
     assert listen(bundle, monkeypatch, tmp_path, pcm("she sells", "no"), "--json", "--chunk", "160") == 0
     found = facts(capsys.readouterr().out)
     assert [(each["type"], each.get("text"), each.get("settled")) for each in found] == [
@@ -90,7 +90,7 @@ def test_programs_get_an_object_for_every_change(bundle, monkeypatch, tmp_path, 
     assert found[-1]["duration"] == round(len(pcm("she sells", "no")) / 32_000, 3)
 
 
-def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, capsys):
+def test_listens_with_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, capsys):
     data = bytes(960 * 2) + pcm("aab aab", repeat=3)  # a filter rings where levels change: not at a frame
     options = ["--rate", "48000", "--hot-word", "aab=2", "--beam", "8"]
     assert listen(bundle, monkeypatch, tmp_path, data, *options) == 0
@@ -98,7 +98,7 @@ def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, caps
 
 
 @pytest.mark.parametrize("make", [bundles.make, bundles.make_transducer])
-def test_a_model_for_whole_recordings_is_listened_with_as_serve_does(make, monkeypatch, tmp_path, capsys):
+def test_listens_with_a_model_for_whole_recordings(make, monkeypatch, tmp_path, capsys):
     options = {"streams": False} if make is bundles.make_transducer else {}
     whole = make(tmp_path / "whole", **options)
     assert listen(whole, monkeypatch, tmp_path, pcm("she sings", "the end"), "--json") == 0
@@ -124,13 +124,13 @@ def test_a_model_for_whole_recordings_is_listened_with_as_serve_does(make, monke
     (b"", ["--rate", "x"], "'x' is not a whole number above 0"),
     (b"", ["--lm", "nowhere.arpa"], "nowhere.arpa"),
 ])
-def test_what_is_wrong_is_one_line(bundle, monkeypatch, tmp_path, capsys, data, options, message):
+def test_errors_are_one_line(bundle, monkeypatch, tmp_path, capsys, data, options, message):
     assert listen(bundle, monkeypatch, tmp_path, data, *options) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ") and re.search(message, last)
 
 
-def test_a_file_is_for_transcribe(tmp_path, monkeypatch, capsys):
+def test_a_file_as_source_points_to_transcribe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for missing in (", and there is no such file", ""):
         assert main(["listen", "none", "talk.wav"]) == 2  # and no bundle is looked at
@@ -149,7 +149,7 @@ def test_a_few_bytes_are_transcribed_and_half_a_sample_is_a_warning(bundle, monk
     assert ("standard input was empty" in captured.err) == (not data)
 
 
-def test_samples_that_are_cut_anywhere_are_the_same_samples():
+def test_pcm_may_be_split_within_a_sample():
     data = pcm("abc")[:5_001]
     for size in (1, 2, 3, 5, 1_000):
         file = io.BytesIO(data)
@@ -158,20 +158,20 @@ def test_samples_that_are_cut_anywhere_are_the_same_samples():
         assert found.dtype == np.int16 and found.tobytes() == data[:5_000]
 
 
-def test_a_file_is_known_in_whatever_pieces_it_comes():
+def test_file_sniffer_recognises_a_file_in_any_pieces():
     written, sound = io.BytesIO(), 0.1 * np.random.default_rng(0).normal(size=48_000)
     soundfile.write(written, sound, 16_000, format="MP3", subtype="MPEG_LAYER_III")
     data, sniffer = written.getvalue(), FileSniffer()
     assert "MP3" in [sniffer.kind(data[i : i + 7]) for i in range(0, 1_443, 7)]
 
 
-def test_what_comes_later_is_never_a_file():
+def test_file_sniffer_ignores_later_bytes():
     sniffer = FileSniffer()
     assert sniffer.kind(bytes(2_000)) is None and sniffer.kind(b"RIFF") is None
 
 
 @pytest.mark.slow
-def test_words_come_while_the_program_goes_on_sending(bundle):
+def test_words_come_before_the_input_ends(bundle):
     with process(bundle, "--json", "--chunk", "160", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as ours:
         ours.stdin.write(pcm("abc def")[:20_000])
         ours.stdin.flush()
@@ -181,7 +181,7 @@ def test_words_come_while_the_program_goes_on_sending(bundle):
 
 
 @pytest.mark.slow
-def test_ctrl_c_tells_the_last_words_and_ends_quietly(bundle):
+def test_ctrl_c_prints_the_last_words_and_ends(bundle):
     with process(bundle, "--json", "--chunk", "160", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ours:
         ours.stdin.write(pcm("abc def")[:20_000])
         ours.stdin.flush()
@@ -195,7 +195,7 @@ def test_ctrl_c_tells_the_last_words_and_ends_quietly(bundle):
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_ends_it_quietly(bundle):
+def test_a_closed_output_ends_it_quietly(bundle):
     with process(bundle, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ours:
         ours.stdout.close()
         ours.stdin.write(pcm("abc def", "abc"))
@@ -222,7 +222,7 @@ def test_a_warning_comes_after_the_line_in_progress(bundle):
 
 @pytest.mark.parametrize(("state", "message"), [
     ("terminal", "that is a terminal"), ("closed", "standard input is closed")])
-def test_no_samples_come_from_a_terminal_or_from_nowhere(bundle, monkeypatch, capsys, state, message):
+def test_a_terminal_or_closed_stdin_is_refused(bundle, monkeypatch, capsys, state, message):
     typed = types.SimpleNamespace(isatty=lambda: True)
     monkeypatch.setattr(sys, "stdin", typed if state == "terminal" else None)  # Python's own value for a closed one
     assert main(["listen", str(bundle), "-", "--rate", "8000"]) == 2
@@ -234,7 +234,7 @@ def test_no_samples_come_from_a_terminal_or_from_nowhere(bundle, monkeypatch, ca
 # ---------------------------------------------------------------------- Ctrl-C
 
 
-def test_ctrl_c_waits_until_an_item_is_done_with():
+def test_ctrl_c_waits_until_an_item_is_processed():
     done = []
     with pytest.raises(KeyboardInterrupt), CtrlC() as ctrl_c:
         for item in ctrl_c.defer_during([1, 2, 3]):
@@ -244,7 +244,7 @@ def test_ctrl_c_waits_until_an_item_is_done_with():
     assert done == [1, 2]
 
 
-def test_ctrl_c_twice_waits_for_nothing():
+def test_ctrl_c_twice_interrupts_at_once():
     with pytest.raises(KeyboardInterrupt), CtrlC() as ctrl_c:
         for _ in ctrl_c.defer_during([1]):
             signal.raise_signal(signal.SIGINT)
@@ -252,7 +252,7 @@ def test_ctrl_c_twice_waits_for_nothing():
             raise AssertionError
 
 
-def test_ctrl_c_interrupts_what_comes_before_and_is_put_back():
+def test_the_former_sigint_handler_is_restored():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), CtrlC():
         signal.raise_signal(signal.SIGINT)
@@ -270,7 +270,7 @@ def test_a_line_without_a_pause_ends_after_a_while():
     assert [len(line.words) for line in over] == [60, 60, 60]
 
 
-def test_an_end_after_such_a_line_is_no_empty_line():
+def test_no_empty_line_follows_a_split_line():
     lines, word = Lines(60.0), Word("a", 0.0, 61.0, 1.0)
     assert [line.complete for line in lines.add(StreamResult([word], [], False, 61.0))] == [True]
     (line,) = lines.add(StreamResult([], [], True, 62.0))
@@ -356,7 +356,7 @@ def test_a_microphone_that_cannot_do_the_models_rate_uses_its_own(monkeypatch):
         Microphone(16_000, 16_000)
 
 
-def test_a_model_that_falls_behind_says_so(monkeypatch):
+def test_a_model_that_falls_behind_the_microphone_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "sounddevice", library([bytes(1_280)] * 1_000))
     with pytest.raises(SbkitError, match=r"30 s behind the microphone.*larger --chunk"):
         list(Microphone(None, 16_000))

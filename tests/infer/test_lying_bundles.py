@@ -43,7 +43,7 @@ def opened(bundle, **options):
 
 
 @pytest.mark.parametrize("kind", ["voice", "codec"])
-def test_what_belongs_together_is_opened(made, tmp_path, kind):
+def test_a_consistent_bundle_opens(made, tmp_path, kind):
     opened(lying(made / kind, tmp_path / "b"))
 
 
@@ -57,7 +57,7 @@ def test_what_belongs_together_is_opened(made, tmp_path, kind):
     ("codec", {"codec": "0" * 64}, "exported with codec c0dec0+, but config.json says 0+"),
     ("codec", {"stride": 160}, "exported with stride 320, but config.json says 160"),
 ])
-def test_a_graph_that_says_something_else_is_refused(made, tmp_path, kind, changes, message):
+def test_a_graph_with_other_metadata_is_refused(made, tmp_path, kind, changes, message):
     with pytest.raises(SbkitError, match=message):
         opened(lying(made / kind, tmp_path / "b", **changes))
 
@@ -66,7 +66,7 @@ def test_a_graph_that_says_something_else_is_refused(made, tmp_path, kind, chang
     ("onnx", {"speakers": ["anna", "ben", "eve"]}), ("onnx", {"symbols": [*voices.SYMBOLS, "é"]}),
     ("torch", {"speakers": ["anna", "ben", "eve"]}),
 ])
-def test_a_graph_that_says_nothing_has_to_speak_the_last_symbol_and_voice(tmp_path, model, changes):
+def test_without_metadata_the_last_symbol_and_voice_are_tried(tmp_path, model, changes):
     bundle = voices.make(tmp_path / "v", torch_too=model == "torch", **changes)
     with pytest.raises(SbkitError, match=r"can't speak the last of .* do it and config\.json come from the same"):
         opened(bundle, model=model)
@@ -89,7 +89,7 @@ def test_a_line_that_no_voice_can_speak_is_refused_before_anything_runs(voice, l
     (voices.make, (0,), "the voice output"), (toy_codec.make, (0,), "the codec output"),
     (toy_codec.make, (1,), "codec output"), (bundles.make, (0,), "the model outputs"),
 ])
-def test_a_graph_that_gives_fewer_rows_than_it_was_given_is_refused(tmp_path, make, at, message):
+def test_a_graph_that_outputs_too_few_rows_is_refused(tmp_path, make, at, message):
     """Its outputs are cut behind what the graph computes."""
     bundle = make(tmp_path / "b")
     path = sorted(bundle.glob("*.onnx"), key=lambda file: file.name, reverse=True)[-1 if at == (1,) else 0]

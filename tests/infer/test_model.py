@@ -35,7 +35,7 @@ def write(path, signal, rate=bundles.RATE, **options):
     return str(path)
 
 
-def test_a_clip_in_each_way_of_giving_it(model, tmp_path):
+def test_each_kind_of_source_gives_the_same_transcript(model, tmp_path):
     signal = bundles.say("she sells sea shells")
     path = write(tmp_path / "clip.wav", signal, subtype="FLOAT")
     data = (tmp_path / "clip.wav").read_bytes()
@@ -58,7 +58,7 @@ def test_words_have_their_times_and_confidence(model):
 
 
 @pytest.mark.parametrize("search", [None, {"beam": 8}])
-def test_no_word_goes_on_over_a_pause(model, search):
+def test_words_do_not_span_pauses(model, search):
     """Models that were trained on single sentences don't say that a word begins after another sentence."""
     glued = [i for i in bundles.spell("more") if bundles.PIECES[i] != "▁"]
     found = sbkit.infer.Model(model.engine, Options(search=search)).transcribe(
@@ -67,14 +67,14 @@ def test_no_word_goes_on_over_a_pause(model, search):
     assert [segment.text for segment in found.segments] == ["say no", "moremore"]
 
 
-def test_silence_says_nothing(model):
+def test_silence_has_no_words(model):
     found = model.transcribe(np.zeros(30_000, np.float32))
     assert (found.text, found.words, found.confidence, found.segments) == ("", [], None, [])
 
 
 @settings(max_examples=15, deadline=None)
 @given(said=st.lists(WORDS, min_size=1, max_size=60), hold=st.integers(1, 4), pauses=st.lists(st.integers(0, 30)))
-def test_long_recordings_say_what_short_ones_say_wherever_they_are_cut(model, said, hold, pauses):
+def test_cuts_do_not_change_the_words(model, said, hold, pauses):
     """Words cut through are put together again: the frames of both sides meet at the cut."""
     ids, frames = [], {}
     for i, word in enumerate(said):
@@ -105,14 +105,14 @@ def test_an_hour_is_transcribed_without_errors(model, tmp_path):
     assert found.words[-1].end == pytest.approx(59 * 60 + len(bundles.say(said)) / bundles.RATE, abs=0.05)
 
 
-def test_another_rate_and_stereo(model, tmp_path):
+def test_other_rates_and_stereo_are_read(model, tmp_path):
     signal = np.repeat(bundles.say("abc abc", hold=6), 3)  # 48 kHz
     signal = np.concatenate([np.zeros(960, np.float32), signal])  # a filter rings where levels change: not at a frame
     found = model.transcribe(write(tmp_path / "a.flac", np.stack([signal, signal], 1), 48_000))
     assert found.text == "abc abc" and found.duration == pytest.approx(len(signal) / 48_000, abs=0.05)
 
 
-def test_a_stretch_of_a_file(model, tmp_path):
+def test_start_and_duration_select_a_part(model, tmp_path):
     signal = np.concatenate([bundles.say("one"), bundles.say("two")])
     path = write(tmp_path / "clip.wav", signal, subtype="FLOAT")
     half = len(bundles.say("one")) / bundles.RATE
@@ -120,7 +120,7 @@ def test_a_stretch_of_a_file(model, tmp_path):
     assert model.transcribe(Recording(path, duration=half - 0.02)).text == "one"
 
 
-def test_what_can_not_be_read_is_an_error_that_names_it(model, tmp_path):
+def test_an_unreadable_recording_is_named(model, tmp_path):
     (tmp_path / "noise.wav").write_bytes(b"not audio at all")
     with pytest.raises(AudioError, match=r"noise\.wav.*cannot be decoded"):
         model.transcribe([bundles.say("fine"), tmp_path / "noise.wav"])
@@ -128,7 +128,7 @@ def test_what_can_not_be_read_is_an_error_that_names_it(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_many_of_all_lengths_come_back_in_order_whatever_the_batches(model):
+def test_results_are_in_order_with_any_batches(model):
     rng = np.random.default_rng(0)
     said = [" ".join(rng.choice(["ab", "cde", "f", "ghij"], rng.integers(1, 40))) for _ in range(30)]
     signals = [bundles.say(text) for text in said]
@@ -138,7 +138,7 @@ def test_many_of_all_lengths_come_back_in_order_whatever_the_batches(model):
         assert [each.text for each in found] == said
 
 
-def test_readers_end_when_the_rest_is_not_taken(model, tmp_path):
+def test_readers_end_when_the_generator_is_closed(model, tmp_path):
     before = threading.active_count()
     path = write(tmp_path / "long.wav", np.tile(bundles.say("abc"), 400), subtype="FLOAT")
     results = model._pipeline.run([Recording(path) for _ in range(20)])
@@ -147,7 +147,7 @@ def test_readers_end_when_the_rest_is_not_taken(model, tmp_path):
     assert threading.active_count() == before
 
 
-def test_hot_words_turn_what_is_nearly_said(tmp_path):
+def test_hot_words_change_similar_words(tmp_path):
     """The level between two letters is either; a hot word decides, in long recordings and short ones."""
     ids = bundles.spell("ab")
     unsure = bundles.voiced(ids)
@@ -177,7 +177,7 @@ def test_a_search_decodes_clear_speech_as_greedy_does(model):
         assert [word.start for word in mine.words] == pytest.approx([word.start for word in theirs.words])
 
 
-def test_threads_search_at_the_same_time_and_each_has_its_own_words(model, monkeypatch):
+def test_threads_search_in_parallel_with_their_own_words(model, monkeypatch):
     search = sbkit.infer.Model(model.engine, Options(search={"beam": 4}))
     inside, most, real = [], [], search._pipeline.decoder._search.search
 
@@ -202,7 +202,7 @@ def test_options_of_the_search_that_do_not_exist_are_reported(model):
         sbkit.infer.Model(model.engine, Options(search={"magic": 1}))
 
 
-def test_segments_end_at_pauses_and_stay_on_a_screen(model):
+def test_segments_end_at_pauses_and_fit_subtitles(model):
     signal = np.concatenate([bundles.say("ab cd"), np.zeros(16_000, np.float32), bundles.say("ef " * 40)])
     segments = model.transcribe(signal).segments
     assert segments[0].text == "ab cd"
@@ -210,7 +210,7 @@ def test_segments_end_at_pauses_and_stay_on_a_screen(model):
     assert " ".join(each.text for each in segments) == "ab cd " + " ".join(["ef"] * 40)
 
 
-def test_each_format_says_what_it_should(model):
+def test_transcripts_in_each_format(model):
     found = model.transcribe(np.concatenate([bundles.say("a"), np.zeros(16_000, np.float32), bundles.say("cd")]))
     found.id = "my clip"
     texts = {name: write(found) for name, write in FORMATS.items()}
@@ -225,7 +225,7 @@ def test_each_format_says_what_it_should(model):
 
 
 @given(st.floats(0, 400_000))
-def test_clocks_never_carry_wrongly(seconds):
+def test_clock_rounds_across_minutes_and_hours(seconds):
     hours, minutes, rest = clock(seconds, ".").split(":")
     assert int(minutes) < 60 and float(rest) < 60
     assert int(hours) * 3600 + int(minutes) * 60 + float(rest) == pytest.approx(seconds, abs=0.00051)
@@ -240,7 +240,7 @@ def test_confidence_is_the_mean_of_the_words():
     assert Transcript("", "", [Word("a", 0, 1, 0.5), Word("b", 1, 2, 1.0)]).confidence == 0.75
 
 
-def test_wrong_options_and_rates_are_told_in_words_of_python(tmp_path):
+def test_errors_in_python_name_python_arguments(tmp_path):
     bundles.make(tmp_path / "bundle")
     with pytest.raises(SbkitError, match="options is a dict, not"):
         sbkit.infer.load(tmp_path / "bundle", options={"beam": 5})

@@ -40,7 +40,7 @@ def test_cuda_on_a_cpu_runtime_is_refused(bundle, kind, wanted):
         kind(bundle, device=wanted)
 
 
-def test_auto_on_a_cpu_runtime_says_so(bundle):
+def test_auto_on_a_cpu_runtime_notes_the_reason(bundle):
     with Engine(bundle, device="auto") as engine:
         assert (where(engine), engine.running.requested) == (ON_THE_CPU, "auto")
         assert "no CUDA" in engine.running.note and "requested: auto" in str(engine.running)
@@ -59,7 +59,7 @@ def test_cuda_that_cannot_be_used_is_refused_with_the_reason(bundle, monkeypatch
 
 
 @pytest.mark.parametrize("runtime", runtimes.BROKEN)
-def test_auto_takes_the_cpu_where_cuda_cannot_be_used_and_says_why(bundle, monkeypatch, runtime):
+def test_auto_falls_back_to_the_cpu_with_a_reason(bundle, monkeypatch, runtime):
     runtimes.use(monkeypatch, runtime)
     with Engine(bundle, device="auto") as engine:
         assert (where(engine), engine.running.requested) == (ON_THE_CPU, "auto")
@@ -86,14 +86,14 @@ def test_cuda_that_works_is_used(bundle, monkeypatch, kind, runtime, wanted, not
                        "cudnn_conv_algo_search": "HEURISTIC"}
 
 
-def test_a_cuda_that_rounds_to_tf32_whatever_its_options_says_so(bundle, monkeypatch):
+def test_tf32_that_cannot_be_turned_off_is_noted(bundle, monkeypatch):
     runtimes.use(monkeypatch, runtimes.OnCuda)
     monkeypatch.setattr(runtimes.OnCuda, "ignored", ("use_tf32",))
     with Engine(bundle, device="cuda") as engine:
         assert "computes with TF32" in engine.running.note
 
 
-def test_no_run_after_the_start_may_fall_back(bundle, monkeypatch):
+def test_a_device_that_fails_later_is_a_fault(bundle, monkeypatch):
     """A device that fails later is a fault of the engine, not a slower answer."""
     runtimes.use(monkeypatch, runtimes.OnCuda)
     with Engine(bundle, device="cuda") as engine:
@@ -121,13 +121,13 @@ def eight_bits(tmp_path_factory):
     return bundles.make(tmp_path_factory.mktemp("bundle") / "b", models={"int8": "model.onnx"})
 
 
-def test_eight_bits_are_refused_on_a_gpu_where_their_products_would_run_on_the_cpu(eight_bits, monkeypatch):
+def test_int8_is_refused_on_cuda(eight_bits, monkeypatch):
     runtimes.use(monkeypatch, runtimes.OnCuda)
     with pytest.raises(SbkitError, match=r"cuda:1 was requested.*8-bit products only on the CPU; use --model onnx"):
         Engine(eight_bits, device="cuda:1")
 
 
-def test_eight_bits_by_themselves_go_to_the_cpu_and_say_why(eight_bits, monkeypatch):
+def test_int8_with_auto_runs_on_the_cpu_with_a_reason(eight_bits, monkeypatch):
     runtimes.use(monkeypatch, runtimes.OnCuda)
     with Engine(eight_bits, device="auto") as engine:
         assert runtimes.OnCuda.asked == ["CPUExecutionProvider"]
@@ -140,20 +140,20 @@ def test_eight_bits_by_themselves_go_to_the_cpu_and_say_why(eight_bits, monkeypa
 
 @pytest.mark.parametrize("wanted", ["cpu", "cuda", "auto"])
 @pytest.mark.parametrize("names", [("onnxruntime", "onnxruntime-gpu"), ("onnxruntime-gpu", "onnxruntime-openvino")])
-def test_two_builds_of_onnxruntime_are_an_error_that_says_what_to_remove(bundle, monkeypatch, tmp_path, names, wanted):
+def test_two_builds_of_onnxruntime_are_refused(bundle, monkeypatch, tmp_path, names, wanted):
     monkeypatch.setattr(sys, "path", [str(runtimes.install(tmp_path, *names)), *sys.path])
     with pytest.raises(SbkitError, match=f"^{' and '.join(names)} are both installed.*"
                                          f"pip uninstall -y {' '.join(names)}, then install the one you want"):
         Engine(bundle, device=wanted)
 
 
-def test_a_build_in_another_folder_overwrites_nothing(bundle, monkeypatch, tmp_path):
+def test_a_build_in_another_folder_is_accepted(bundle, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path, str(runtimes.install(tmp_path, "onnxruntime-gpu"))])
     with Engine(bundle, device="cpu") as engine:
         assert where(engine) == ON_THE_CPU
 
 
-def test_what_is_left_when_one_of_two_builds_was_removed_is_reported(bundle, monkeypatch):
+def test_an_incomplete_onnxruntime_is_reported(bundle, monkeypatch):
     monkeypatch.delattr(onnxruntime, "InferenceSession")
     with pytest.raises(SbkitError, match=r"installed incompletely.*--force-reinstall onnxruntime"):
         Engine(bundle, device="cpu")
@@ -238,7 +238,7 @@ def test_a_program_runs_on_another_device_than_it_was_traced_on(bundle, there):
         ("meta", [3, 10, len(bundles.PIECES)]), ("meta", [3])]
 
 
-def test_a_torch_that_leaves_parts_behind_says_what_is_needed(bundle, a_card, monkeypatch):
+def test_a_program_that_cannot_be_moved_is_reported(bundle, a_card, monkeypatch):
     monkeypatch.setattr("torch.export.passes.move_to_device_pass", lambda program, _: program)
     with pytest.raises(SbkitError, match=r"torch 2\..* leaves part of the model on cpu; use --model onnx"):
         torch_backend(bundle, "cuda")
@@ -266,6 +266,6 @@ def test_graphs_are_opened_in_one_place(what, place):
 
 
 @pytest.mark.parametrize("wrong", ["gpu", "cuda:", "cpu:0", "cuda:x", ""])
-def test_devices_are_read_exactly(wrong):
+def test_device_names_are_parsed_strictly(wrong):
     with pytest.raises(SbkitError, match="unknown device"):
         DeviceChoice.parse(wrong)

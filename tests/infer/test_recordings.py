@@ -31,7 +31,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("rate, channels", [(16_000, 1), (48_000, 2), (44_100, 1), (8_000, 1)])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_blocks_are_the_recording(kind, rate, channels, tmp_path):
+def test_blocks_join_to_the_recording(kind, rate, channels, tmp_path):
     if kind == "opus" and rate == 44_100:
         pytest.skip("Opus has no such rate")
     data = made(kind, rate, channels=channels)
@@ -57,7 +57,7 @@ def test_mp3s_of_any_bit_rate_are_read_without_gaps(mode):
 
 
 @pytest.mark.parametrize("kind", ["wav", "mp3", "ogg"])
-def test_stretches_are_where_they_are(kind):
+def test_start_and_duration_are_exact(kind):
     data = made(kind, 48_000, seconds=12.0)
     expected = read_audio(data, start=3.1, duration=4.0)
     found = joined(Recording(data, start=3.1, duration=4.0))
@@ -67,7 +67,7 @@ def test_stretches_are_where_they_are(kind):
     np.testing.assert_allclose(found[200:size], expected[200:size], atol=2e-3)
 
 
-def test_lengths_by_header():
+def test_seconds_are_read_from_the_header():
     data = made("wav", 8_000, seconds=3.0)
     assert Recording(data).seconds(16_000) == pytest.approx(3.0)
     assert Recording(data, start=1.0).seconds(16_000) == pytest.approx(2.0)
@@ -85,7 +85,7 @@ def test_lengths_by_header():
     (np.zeros(400, np.int32), 0.0, "samples must be floats of one channel"),
     (np.zeros((2, 400), np.float32), 0.0, "samples must be floats of one channel"),
 ])
-def test_what_cannot_be_read_at_all_is_named(audio, start, cause):
+def test_unreadable_audio_is_named(audio, start, cause):
     with pytest.raises(AudioError, match=cause):
         joined(Recording(audio, start=start))
 
@@ -101,7 +101,7 @@ def test_a_tensor_of_torch_is_an_array_and_a_number_is_no_recording():
 @pytest.mark.parametrize("kind", ["wav", "flac", "mp3", "ogg"])
 @pytest.mark.parametrize("rate", [16_000, 8_000])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_what_is_left_of_a_file_is_read_with_a_warning(kind, rate, share, monkeypatch):
+def test_a_truncated_file_is_read_with_a_warning(kind, rate, share, monkeypatch):
     monkeypatch.undo()  # with blocks as they are: one has all of it
     data = made(kind, rate, seconds=10.0)
     whole, cut = joined(Recording(data)), Recording(data[:int(share * len(data))])
@@ -133,7 +133,7 @@ def test_a_flac_longer_than_its_header_says_is_read_with_a_warning():
     assert recording.warning.startswith("damaged: its header says 1.00 s, but it goes on to 10.00 s")
 
 
-def test_a_wav_is_read_as_far_as_its_header_says_and_to_its_end_without_a_length():
+def test_a_wav_is_read_to_its_headers_length_or_to_its_end():
     data = made("wav", 16_000, seconds=10.0)
     longer, open_end = (Recording(data[:40] + size.to_bytes(4, "little") + data[44:]) for size in (32_000, 0))
     assert len(joined(longer)) == 16_000
@@ -143,14 +143,14 @@ def test_a_wav_is_read_as_far_as_its_header_says_and_to_its_end_without_a_length
 
 @pytest.mark.parametrize("start, duration", [(15.0, 2.0), (15.0, 0.2), (15.0, None)])
 @pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
-def test_a_stretch_behind_the_cut_of_an_mp3_ends(mode, start, duration):
+def test_a_part_beyond_the_end_of_a_truncated_mp3_is_an_error(mode, start, duration):
     """What lies before a stretch is decoded where the bit rate varies, and there it never came to the stretch."""
     data = made("mp3", 16_000, seconds=20.0, bitrate_mode=mode, compression_level=0.5)
     with pytest.raises(AudioError, match="cut off"):
         joined(Recording(data[: len(data) * 2 // 5], start=start, duration=duration))
 
 
-def test_not_a_number_in_a_file_is_refused(tmp_path):
+def test_nan_in_a_file_is_refused(tmp_path):
     signal = speechlike(2.0, 16_000)
     signal[9_000] = np.nan
     soundfile.write(tmp_path / "a.wav", signal, 16_000, subtype="FLOAT")

@@ -41,7 +41,7 @@ def refused(capsys, *words):
 
 
 @pytest.mark.parametrize("format", ["wav", "flac"])
-def test_sounds_are_those_of_the_codes(codec_bundle, tmp_path, format, monkeypatch, capsys):
+def test_sounds_match_the_codec(codec_bundle, tmp_path, format, monkeypatch, capsys):
     monkeypatch.setattr(resynthesis, "AT_ONCE_SECONDS", 1.5)
     resynthesize(codec_bundle, codes(tmp_path / "codes"), "--to", tmp_path / "out", "--format", format)
     assert "4 recordings, 3.6 s; it took" in capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_sounds_are_those_of_the_codes(codec_bundle, tmp_path, format, monkeypat
         assert (row.id, row.text, row.speaker) == ("abcd"[i], f"text {i}" if i else "", "anna" if i % 2 else "")
 
 
-def test_a_folder_of_splits_becomes_one(codec_bundle, tmp_path, capsys):
+def test_splits_become_folders(codec_bundle, tmp_path, capsys):
     for split in ("dev", "test"):
         codes(tmp_path / "codes" / split)
     resynthesize(codec_bundle, tmp_path / "codes", "--to", tmp_path / "out")
@@ -68,7 +68,7 @@ def test_a_folder_of_splits_becomes_one(codec_bundle, tmp_path, capsys):
 # ---------------------------------------------------------------- names
 
 
-def test_ids_from_outside_make_files_below_their_folder_only(codec_bundle, tmp_path):
+def test_ids_cannot_leave_the_folder(codec_bundle, tmp_path):
     ids = ["../../up", "/etc/passwd", "a/b", "a\\b", "a_b", "A_B", "..", ".hidden", "x" * 400, "x" * 401, "con",
            "naïve 語", "-rf", "line\nbreak", *(["c\0d"] if sys.version_info >= (3, 11) else [])]
     resynthesize(codec_bundle, codes(tmp_path / "codes", ids), "--to", tmp_path / "out")
@@ -86,11 +86,11 @@ def test_ids_from_outside_make_files_below_their_folder_only(codec_bundle, tmp_p
     ("common_voice_en_1", "common_voice_en_1"), ("a b/c", "a_b_c"), ("naïve", "naïve"), ("nai\u0308ve", "naïve"),
     ("..", "_"), ("", "_"), (".a.", "a"), ("NUL.txt", "_NUL.txt"), ("\ud800x", "_x"), ("1-2.5+3", "1-2.5+3"),
 ])
-def test_a_name_has_nothing_that_a_file_system_reads_otherwise(name, wanted):
+def test_file_names_have_no_special_characters(name, wanted):
     assert file_name(name) == wanted and re.fullmatch(r"[\w.+=@,-]+", file_name(name))
 
 
-def test_names_stay_apart_and_short_enough():
+def test_file_names_are_unique_and_short():
     names = file_names(["a/b", "a_b", "A_b", "a_b-2", "語" * 300, "語" * 299])
     assert names[:4] == ["a_b", "a_b-2", "A_b-3", "a_b-2-2"]
     assert len({each.casefold() for each in names}) == 6 and max(len(each.encode()) for each in names) < 200
@@ -98,7 +98,7 @@ def test_names_stay_apart_and_short_enough():
 
 @pytest.mark.parametrize("ids", [["x" * 200 + str(i) for i in range(20_000)], ["x"] * 20_000, ["X", "x"] * 10_000],
                          ids=["long", "same", "case"])
-def test_many_names_that_begin_alike_take_no_time(ids):
+def test_many_equal_names_take_linear_time(ids):
     began = time.process_time()
     names = file_names(ids)
     assert time.process_time() - began < 5, "each name that is taken was tried again for each id"
@@ -106,13 +106,13 @@ def test_many_names_that_begin_alike_take_no_time(ids):
 
 
 @pytest.mark.parametrize("name", ["x" * 3_000_000, "語" * 1_000_000, "a" + "\u0301\u0316" * 1_000_000])
-def test_a_name_without_bounds_takes_no_time(name):
+def test_a_huge_name_takes_no_time(name):
     began = time.process_time()
     assert 100 < len(file_name(name).encode()) <= 180
     assert time.process_time() - began < 1
 
 
-def test_a_name_that_is_cut_ends_as_others_do():
+def test_a_cut_name_ends_with_a_whole_character_and_no_dot():
     assert file_name("a" * 179 + ".b") == "a" * 179
     assert file_name("a" + "語" * 60) == "a" + "語" * 59
 
@@ -135,7 +135,7 @@ def planted(folder, index, id):
 
 @pytest.mark.parametrize("level, size", [*enumerate(toy_codec.SIZES)])
 @pytest.mark.parametrize("beyond", [None, 0, 63])
-def test_an_id_in_no_codebook_is_refused_and_nothing_is_left(codec_bundle, tmp_path, monkeypatch, level, size, beyond):
+def test_an_invalid_code_is_refused_and_leaves_no_files(codec_bundle, tmp_path, monkeypatch, level, size, beyond):
     id = -1 if beyond is None else size + beyond
     folder = planted(codes(tmp_path / "codes"), (3 + 17, level), id)
     monkeypatch.setattr(CodecModel, "open", lambda *_: pytest.fail("nothing must be loaded"))
@@ -153,7 +153,7 @@ def test_an_id_in_no_codebook_is_refused_and_nothing_is_left(codec_bundle, tmp_p
     ({"sizes": (50, 10), "codec": "ab" * 32}, "sizes (50, 10) instead of (50, 20), codec ababab"),
     ({"frame_rate": 25.0}, "frame_rate 25.0 instead of 50.0"),
 ])
-def test_codes_of_another_codec_are_reported_by_what_differs(codec_bundle, tmp_path, capsys, changed, difference):
+def test_codes_of_another_codec_are_refused(codec_bundle, tmp_path, capsys, changed, difference):
     books = Books(**(toy_codec.BOOKS.to_dict() | {"sizes": toy_codec.SIZES} | changed))
     with writing(tmp_path / "codes", books) as out:
         out.add("a", [[1, 2]])
@@ -172,7 +172,7 @@ def test_a_damaged_shard_is_reported_by_name_and_no_file_is_written(codec_bundle
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_there_is_replaced_only_if_asked_for_and_only_if_it_is_sound(codec_bundle, tmp_path, capsys):
+def test_only_a_folder_of_sounds_is_replaced_and_only_with_force(codec_bundle, tmp_path, capsys):
     folder, out = codes(tmp_path / "codes"), tmp_path / "out"
     words = codec_bundle, folder, "--to", out
     resynthesize(*words)
@@ -187,7 +187,7 @@ def test_what_is_there_is_replaced_only_if_asked_for_and_only_if_it_is_sound(cod
     assert "is not replaced" in refused(capsys, codec_bundle, folder, "--to", folder, "--force")
 
 
-def test_only_codes_that_are_being_decoded_are_held(codec_bundle, tmp_path, monkeypatch):
+def test_memory_holds_one_window_of_codes(codec_bundle, tmp_path, monkeypatch):
     monkeypatch.setattr(resynthesis, "AT_ONCE_SECONDS", 1.0)
     folder, made, held = codes(tmp_path / "codes", [f"u{i}" for i in range(40)]), [], []
     read = Codes.__getitem__
@@ -204,7 +204,7 @@ def test_only_codes_that_are_being_decoded_are_held(codec_bundle, tmp_path, monk
     assert max(held) <= 6
 
 
-def test_nothing_stays_of_what_was_not_finished(codec_bundle, tmp_path, monkeypatch):
+def test_an_interrupted_command_leaves_no_folder(codec_bundle, tmp_path, monkeypatch):
     def full(*_):
         raise SbkitError("the disk is full")
 

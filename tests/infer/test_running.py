@@ -59,7 +59,7 @@ def mixed_clips(count):
     return [np.full(length * graph_bundles.RATE, 0.001 * number, np.float32) for number, length in enumerate(seconds)]
 
 
-def test_a_list_runs_in_batches_within_a_limit_and_its_outputs_are_those_of_each_alone_in_order(sound, batches):
+def test_batches_have_the_outputs_of_each_recording_alone(sound, batches):
     clips = mixed_clips(60)
     with sbkit.infer.load(sound, device="cpu") as model:
         batches.clear()
@@ -75,7 +75,7 @@ def test_a_list_runs_in_batches_within_a_limit_and_its_outputs_are_those_of_each
         assert one.outputs["quieter"] == pytest.approx(other.outputs["quieter"])
 
 
-def test_a_long_list_is_read_as_it_runs(sound, batches):
+def test_a_long_list_is_read_lazily(sound, batches):
     """Of 100 recordings of 7 s, few are in memory when the first batch runs."""
     read = []
 
@@ -90,7 +90,7 @@ def test_a_long_list_is_read_as_it_runs(sound, batches):
     assert len(read) <= 14
 
 
-def test_a_batch_that_is_too_large_for_the_device_runs_one_by_one(sound, monkeypatch):
+def test_a_batch_out_of_memory_is_run_one_by_one(sound, monkeypatch):
     run = GraphEngine.run_batch
 
     def small(engine, signals):
@@ -145,7 +145,7 @@ def test_labels_and_thresholds_that_do_not_fit_are_refused(tmp_path, changes, me
         LabelsConfig.of(config | changes, tmp_path)
 
 
-def test_a_folder_has_arrays_by_the_recordings_ids(bundle, clips, tmp_path, capsys):
+def test_npz_files_are_named_by_ids(bundle, clips, tmp_path, capsys):
     assert run(bundle, clips, "--to", tmp_path / "out", "--format", "npz,json") == 0
     assert capsys.readouterr().out == ""
     with np.load(tmp_path / "out" / "deep" / "loud.npz") as found:
@@ -154,7 +154,7 @@ def test_a_folder_has_arrays_by_the_recordings_ids(bundle, clips, tmp_path, caps
 
 
 @pytest.mark.slow
-def test_sound_is_written_as_sound_without_padding(sound, clips, tmp_path):
+def test_wav_output_has_no_padding(sound, clips, tmp_path):
     assert run(sound, clips, "--to", tmp_path / "out", "--format", "wav") == 0
     found, rate = soundfile.read(tmp_path / "out" / "deep" / "loud.wav")
     assert rate == graph_bundles.RATE and len(found) == 700 and found == pytest.approx(np.full(700, 0.25), abs=1e-4)
@@ -173,14 +173,14 @@ def test_every_recording_that_cannot_be_read_is_left_out_and_named(bundle, clips
     (["--format", "wav"], "--to FOLDER"), (["--format", "wav", "--to", "out"], "level [2] is not audio"),
     (["--format", "mp3"], "invalid choice: 'mp3' (choose from npz, wav, json)"),
 ])
-def test_formats_that_do_not_fit_are_refused(bundle, clips, words, message, capsys, monkeypatch, tmp_path):
+def test_wav_needs_a_folder_and_a_waveform(bundle, clips, words, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run(bundle, clips, *words) == 2
     assert message in capsys.readouterr().err and not [*tmp_path.glob("out/**/*.*")]
 
 
 @pytest.mark.slow
-def test_more_numbers_than_a_screen_takes_need_files(sound, tmp_path, capsys):
+def test_large_outputs_are_not_printed(sound, tmp_path, capsys):
     soundfile.write(tmp_path / "long.wav", np.zeros(11_000, np.float32), graph_bundles.RATE)
     assert run(sound, tmp_path / "long.wav") == 2
     assert "11,001 output values, too many to print" in capsys.readouterr().err
@@ -192,7 +192,7 @@ def test_labels_that_are_not_the_models_are_refused_at_start(bundle, tmp_path):
         GraphEngine(folder)
 
 
-def test_a_number_for_each_frame_is_no_sound():
+def test_an_output_per_frame_is_not_written_as_wav():
     made = Output({"speech": np.zeros(50, np.float32), "frames": np.array(50)}, lengths={"speech": "frames"})
     with pytest.raises(SbkitError, match=r"speech \[50\] is not audio"):
         made.wav(16_000, 8_000)

@@ -55,30 +55,30 @@ LETTERS = ["<pad>", " ", *"abcdefghijklmnopqrstuvwxyz"]
     ("one, — , two", [("one,", 0.12), ("two", 0.25)]),
     ("¿Qu? ¡Si!", [("¿qu?", 0.25), ("¡si!", 0.25)]),
 ])
-def test_marks_that_are_no_symbols_are_pauses_and_no_errors(text, expected):
+def test_marks_that_are_not_symbols_become_pauses(text, expected):
     found = list(PhraseReader(voice(symbols=LETTERS)).read(text))
     assert [(piece.text, piece.pause) for piece in found] == expected
     letters = "".join(LETTERS[number] for piece in found for number in piece.ids if number > 1)
     assert letters == "".join(each for each in text.lower() if each.isalpha())
 
 
-def test_a_mark_that_is_a_symbol_is_spoken_and_the_voice_pauses_by_itself():
+def test_marks_that_are_symbols_add_no_pause():
     [piece] = PhraseReader(voice()).read("well, yes.")
     assert piece.text == "well, yes." and spelled(piece.ids) == "well, yes."
 
 
-def test_marks_within_a_word_are_not_left_out_in_silence():
+def test_unknown_marks_within_a_word_are_reported():
     with pytest.raises(UnknownCharacters, match=r"never learnt '\.' \(character 3\)"):
         list(PhraseReader(voice(symbols=LETTERS)).read("ab.cd"))
 
 
 @pytest.mark.parametrize("text", ["...", "— !", "\" ?"])
-def test_a_text_of_nothing_but_marks_is_not_called_empty(text):
+def test_a_text_of_marks_only_has_its_own_message(text):
     with pytest.raises(UnspeakableText, match="only characters that the voice never learnt"):
         list(PhraseReader(voice(symbols=LETTERS)).read(text))
 
 
-def test_sentences_without_spaces_are_found_and_stay_without():
+def test_sentences_without_spaces_are_split():
     symbols = ["<pad>", *"你好吗我很。？"]
     assert pieces("你好吗？我很好。", symbols=symbols) == [("你好吗？", True), ("我很好。", True)]
 
@@ -89,7 +89,7 @@ TEXTS = st.text(st.sampled_from("ab .,!?'\n\tÅé\u0301ﬁ。A"), max_size=300)
 @settings(max_examples=100, deadline=None)
 @example("a\u0301\u00e5?", 1, 1)
 @given(TEXTS, st.integers(1, 40), st.integers(1, 17))
-def test_no_symbol_is_lost_or_added_however_a_text_comes_and_no_piece_is_too_long(text, most, size):
+def test_phrases_keep_all_symbols_within_the_limit(text, most, size):
     config = voice(max_symbols=most)
     known = [each for each in unicodedata.normalize("NFC", text.lower()) if each in voices.SYMBOLS and each != " "]
     blocks = [text[begin : begin + size] for begin in range(0, len(text), size)]
@@ -133,7 +133,7 @@ def test_a_decomposed_character_is_the_symbol_that_it_looks_like():
     assert piece.ids == (1, 2)
 
 
-def test_case_is_that_of_the_symbols_if_they_have_only_one():
+def test_case_follows_symbols_of_one_case():
     assert pieces("aB", symbols=["<pad>", *"AB"]) == [("AB", True)]
     assert pieces("aB", symbols=["<pad>", *"aB"]) == [("aB", True)]
     with pytest.raises(SbkitError, match="'A'"):
@@ -142,7 +142,7 @@ def test_case_is_that_of_the_symbols_if_they_have_only_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("word", ["word ", "x", "é. "])
-def test_a_book_needs_no_more_memory_than_a_sentence(word):
+def test_memory_does_not_grow_with_the_text(word):
     blocks = (word * 1_000 for _ in range(5))
     tracemalloc.start()
     try:
@@ -175,12 +175,12 @@ def spoken(config, text, skip_unknown=False):
     ("en", "‘Rock ’n’ roll’", "rock n roll"),
     ("en", "so\u00adft", "soft"), ("uz", "o‘zbek O'zbek", "oʻzbek oʻzbek"), ("en", "Cafe\u0301", "café"),
 ])
-def test_a_text_is_spoken_as_training_wrote_it(language, text, expected):
+def test_texts_are_normalised_as_in_training(language, text, expected):
     config = ruled(language)
     assert spoken(config, text) == TextRules.for_language(language)(text) == expected
 
 
-def test_a_bundle_of_before_has_no_rules_and_speaks_as_before(tmp_path):
+def test_a_bundle_without_rules_is_spoken_without_them(tmp_path):
     values = json.loads(ruled("en").to_json())
     del values["text"]
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -205,12 +205,12 @@ def test_the_text_of_a_phrase_still_has_its_marks():
     ("don’t ñ", "'ñ' (character 7)"), ("e\u0301\u00adé ae\u0301\u00adbñ", "'ñ' (character 11)"),
     ("ab.cd", "'.' (character 3)"), ("İİñ", "'ñ' (character 3)"),
 ])
-def test_unknown_characters_are_named_where_they_were_written(text, message):
+def test_unknown_characters_have_their_places_in_the_text(text, message):
     with pytest.raises(UnknownCharacters, match=re.escape(message)):
         spoken(ruled("en"), text)
 
 
-def test_a_place_is_exact_behind_a_replacement_of_another_length():
+def test_places_are_exact_after_a_replacement_of_another_length():
     with pytest.raises(UnknownCharacters, match=r"'ñ' \(character 4\)"):
         spoken(ruled("en", replace={"ß": "ss", "abc": "x"}), "ßaßñ")
     with pytest.raises(UnknownCharacters, match=r"'ñ' \(character 4\)"):
@@ -218,7 +218,7 @@ def test_a_place_is_exact_behind_a_replacement_of_another_length():
 
 
 @pytest.mark.parametrize("name", ["replace", "case_pairs"])
-def test_rules_that_make_a_text_grow_without_end_are_stopped(name):
+def test_rules_that_grow_a_text_are_bounded(name):
     chain = {chr(97 + number): chr(98 + number) * 50 for number in range(8)}
     with pytest.raises(SbkitError, match="more than 100 times as long"):
         spoken(ruled("en", **{name: chain}), "aaaa")

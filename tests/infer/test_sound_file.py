@@ -34,7 +34,7 @@ def sounds(samples, rate, hertz=500, gain=0.5):
 @pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 24_000, 44_100, 50_000])
 @pytest.mark.parametrize("taken", ["as they come", "at the end"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_is_what_was_put_in(kind, taken, rate):
+def test_a_stream_decodes_to_its_samples(kind, taken, rate):
     stream, data = SoundStream(kind, rate), b""
     for part in np.split(tone(3.0, rate), 10):
         stream.add(part)
@@ -49,7 +49,7 @@ def test_a_stream_is_what_was_put_in(kind, taken, rate):
     assert sounds(samples, found)
 
 
-def test_a_stream_of_wav_says_that_its_length_is_unknown_and_one_that_is_whole_says_it():
+def test_a_wav_streams_header_has_an_unknown_length():
     stream = SoundStream("wav", 16_000)
     stream.add(tone())
     data = stream.take()
@@ -66,7 +66,7 @@ def test_a_stream_of_wav_says_that_its_length_is_unknown_and_one_that_is_whole_s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_too_loud_is_cut_off_and_not_turned_over(kind):
+def test_loud_samples_are_clipped(kind):
     stream = SoundStream(kind, 24_000)
     stream.add(np.full(24_000, 1.7, dtype=np.float32))
     stream.end()
@@ -75,7 +75,7 @@ def test_what_is_too_loud_is_cut_off_and_not_turned_over(kind):
 
 
 @pytest.mark.parametrize("suffix", sound_file.SUFFIXES)
-def test_a_file_is_what_its_suffix_says(tmp_path, suffix):
+def test_the_suffix_chooses_the_format(tmp_path, suffix):
     path = tmp_path / f"a{suffix.upper()}"
     with path.open("wb") as file:
         writer = SoundWriter(file, kind_of(path), 22_050)
@@ -88,7 +88,7 @@ def test_a_file_is_what_its_suffix_says(tmp_path, suffix):
 
 @pytest.mark.parametrize("name, expected", [("a.aac", ".aac files can't be written; use .wav, "), ("a", "no suffix"),
                                             ("a.pcm", ".pcm files can't be written")])
-def test_other_files_are_refused_with_the_ones_there_are(tmp_path, name, expected):
+def test_unknown_suffixes_are_refused(tmp_path, name, expected):
     with pytest.raises(SbkitError, match=expected):
         kind_of(tmp_path / name)
 

@@ -39,7 +39,7 @@ def heard(path, speed=1.0):
 
 
 @pytest.mark.parametrize("suffix", [".wav", ".mp3"])
-def test_a_text_becomes_a_file_of_the_format_that_its_name_says(voice_bundle, tmp_path, suffix, capsys):
+def test_speaks_into_a_file_of_the_suffixs_format(voice_bundle, tmp_path, suffix, capsys):
     path = tmp_path / "new" / f"out{suffix}"
     assert speak(voice_bundle, TEXT, "--to", path, "--device", "cpu") == 0
     assert heard(path) == SAID
@@ -47,13 +47,13 @@ def test_a_text_becomes_a_file_of_the_format_that_its_name_says(voice_bundle, tm
     assert f"1.9 s of speech in 0.{capsys.readouterr().err.rpartition(' in 0.')[2]}".endswith(f" -> {path}\n")
 
 
-def test_a_voice_and_a_speed(voice_bundle, tmp_path):
+def test_speaks_with_a_voice_and_a_speed(voice_bundle, tmp_path):
     assert speak(voice_bundle, "aaa aaa", "--to", tmp_path / "a.wav", "--voice", "ben", "--speed", 2) == 0
     assert np.abs(soundfile.read(tmp_path / "a.wav")[0]).max() == pytest.approx(0.25, abs=0.01)
     assert heard(tmp_path / "a.wav", 2.0) == "aaa aaa"
 
 
-def test_a_file_is_spoken_in_whatever_encoding_of_lines(voice_bundle, tmp_path):
+def test_a_text_file_may_have_any_line_ends(voice_bundle, tmp_path):
     (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbfHello\r\nthere.\r\n\r\nGood bye!\r\n")
     assert speak(voice_bundle, "--file", tmp_path / "text.txt", "--to", tmp_path / "a.flac") == 0
     assert heard(tmp_path / "a.flac") == SAID
@@ -76,7 +76,7 @@ def test_standard_input_to_standard_output(voice_bundle):
 
 
 @pytest.mark.slow
-def test_a_long_text_is_written_as_it_is_spoken_and_shows_how_far_it_is(voice_bundle, tmp_path, monkeypatch, capsys):
+def test_a_long_text_is_streamed_with_progress(voice_bundle, tmp_path, monkeypatch, capsys):
     (tmp_path / "book.txt").write_text("abc. " * 120)
     most = 0
     add = speaking.SoundWriter.add
@@ -103,7 +103,7 @@ def test_a_long_text_is_written_as_it_is_spoken_and_shows_how_far_it_is(voice_bu
     (["--file", "latin.txt", "--to", "a.wav"], "latin.txt cannot be read: it is not UTF-8"),
     (["\udcff", "--to", "a.wav"], "the text cannot be read: it is not UTF-8"),
 ])
-def test_what_can_t_be_spoken_is_one_error_and_no_file(voice_bundle, tmp_path, monkeypatch, capsys, words, expected):
+def test_an_unspeakable_text_leaves_no_file(voice_bundle, tmp_path, monkeypatch, capsys, words, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert expected in refused(capsys, voice_bundle, *words)
@@ -119,7 +119,7 @@ def test_all_of_a_text_is_checked_before_any_of_it_is_spoken(voice_bundle, tmp_p
     assert heard(tmp_path / "a.wav") == "a b"
 
 
-def test_places_that_can_t_be_written_are_reported(voice_bundle, tmp_path, capsys):
+def test_unwritable_outputs_are_reported(voice_bundle, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert speak(voice_bundle, "a", "--to", tmp_path / "file" / "a.wav") == 2
     assert "cannot write" in capsys.readouterr().err

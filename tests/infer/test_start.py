@@ -34,7 +34,7 @@ PCM = "open('pcm', 'wb').write((soundfile.read(wav)[0] * 32768).round().astype('
     (toy_codec.make, "codec = load(bundle); codec.decode(codec.encode([soundfile.read(wav)[0]]))", ""),
 ], ids=["transcribe", "a recogniser", "listen", "a stream", "a voice", "a codec"])
 @pytest.mark.slow
-def test_with_a_bundle_nothing_of_training_is_imported(clip, tmp_path, make, code, said):
+def test_inference_imports_no_training_code(clip, tmp_path, make, code, said):
     code = f"""import sys, soundfile; from sbkit.cli import main; from sbkit.infer import load
 bundle, wav = {str(make(tmp_path / "bundle"))!r}, {str(clip[1])!r}
 {code}

@@ -40,7 +40,7 @@ def cut(signal, cuts):
 
 
 @pytest.mark.slow
-def test_words_come_while_the_stream_goes_on(model):
+def test_words_come_before_the_stream_ends(model):
     with pytest.raises(SbkitError, match="stream takes options, not samples; feed what it returns"):
         model.stream([bundles.say("ab cd")])
     stream = model.stream(chunk=160)
@@ -71,7 +71,7 @@ def test_a_pause_ends_a_line_and_so_does_the_end(model):
 
 
 @pytest.mark.slow
-def test_every_way_of_splitting_it_gives_the_same(model):
+def test_results_do_not_depend_on_the_pieces(model):
     signal = bundles.say(SAID)[: 16 * 4 * bundles.FRAME + 77]
     stream = model.stream(chunk=160, beam=8)  # the next test has a greedy one
     whole = list(stream(signal))
@@ -91,7 +91,7 @@ def test_streams_of_any_length_and_pieces(model, cuts, chunk, samples):
     assert list(stream(cut(signal, cuts))) == list(stream(signal))
 
 
-def test_formats_and_types_of_samples_give_the_same(model, bundle):
+def test_sample_types_give_the_same_words(model, bundle):
     signal = bundles.say("a bird sat")
     said = texts(model.stream()(signal))
     for same in (signal.astype(np.float64), np.round(signal * 32768).astype(np.int16)):
@@ -100,7 +100,7 @@ def test_formats_and_types_of_samples_give_the_same(model, bundle):
         assert texts(torch_model.stream()(signal)) == said
 
 
-def test_another_rate_is_resampled_as_it_comes(model):
+def test_another_rate_is_resampled(model):
     signal = np.repeat(bundles.say("abc abc", hold=6), 3)  # 48 kHz
     signal = np.concatenate([np.zeros(960, np.float32), signal])  # a filter rings where levels change: not at a frame
     stream = model.stream(rate=48_000)
@@ -125,7 +125,7 @@ def test_another_rate_is_resampled_as_it_comes(model):
     (np.full(160, 12_000.0), None, "up to 1.2e.04.*divide 16-bit samples by 32768"),
     (np.zeros(160, np.float32), 8_000, r"16000 samples per second, and these are at 8000.*stream\(rate=8000\)"),
 ])
-def test_bad_samples_are_one_error_and_the_stream_goes_on(model, given, rate, message):
+def test_invalid_samples_leave_the_stream_unchanged(model, given, rate, message):
     signal = bundles.say("abc def")
     stream = model.stream(chunk=160)
     results = stream.feed(signal[:9_000])
@@ -139,7 +139,7 @@ def test_bad_samples_are_one_error_and_the_stream_goes_on(model, given, rate, me
 
 
 @pytest.mark.parametrize("given", [b"\0\0", "x.wav", None])
-def test_what_is_no_stream_of_pieces_is_reported_as_it_was_given(model, given):
+def test_an_invalid_argument_is_reported(model, given):
     with pytest.raises(SbkitError, match=r"a piece of a stream is (bytes|'x.wav'|NoneType), but"):
         list(model.stream()(given))
 
@@ -154,7 +154,7 @@ def test_nothing_is_transcribed_after_the_end_of_the_audio(model, search, rate, 
     assert max(ends) == results[-1].seconds == pytest.approx(samples / rate, abs=1e-4)
 
 
-def test_what_follows_the_end_is_refused_until_it_is_reset(model):
+def test_samples_after_the_end_are_refused_until_reset(model):
     stream = model.stream()
     stream.feed(bundles.say("abc"))
     assert texts(stream.finish()) == "abc"
@@ -165,7 +165,7 @@ def test_what_follows_the_end_is_refused_until_it_is_reset(model):
     assert stream.finish()[-1].seconds == 0
 
 
-def test_a_reset_is_a_fresh_start_wherever_it_comes(model):
+def test_reset_begins_a_new_stream(model):
     stream = model.stream(chunk=160, rate=48_000)
     signal = np.repeat(bundles.say("abc abc", hold=6), 3)
     fresh = list(stream(signal))
@@ -186,7 +186,7 @@ def test_a_chunk_that_was_not_trained_is_refused(model):
 
 
 @pytest.mark.parametrize("rate", [0, 1_000, 16_000.5, "16000", True, 10**400])
-def test_a_rate_that_is_none_is_refused(model, rate):
+def test_invalid_rates_are_refused(model, rate):
     with pytest.raises(SbkitError, match="must be a whole number from 8000 to 192000"):
         model.stream(rate=rate)
 
@@ -211,7 +211,7 @@ def test_a_language_model_is_read_once_for_all_streams_of_a_search(model, tmp_pa
         model.stream(lm_weight=0.6)
 
 
-def test_a_text_is_no_list_of_hot_words(model):
+def test_hot_words_must_be_a_list(model):
     with pytest.raises(SbkitError, match="the text 'candle', but must be a list of words"):
         model.stream(hot_words="candle")
     assert texts(model.stream(hot_words=("abc",))(bundles.say("abc"))) == "abc"
@@ -230,7 +230,7 @@ def test_closing_the_model_ends_its_streams(bundle):
             model.stream()
 
 
-def test_a_closed_model_without_streams_begins_none(bundle):
+def test_a_closed_model_opens_no_stream(bundle):
     with sbkit.infer.load(bundle, device="cpu") as model:
         pass
     with pytest.raises(SbkitError, match="the model was closed; load it again"):

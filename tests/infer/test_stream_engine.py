@@ -78,7 +78,7 @@ class Slow:
 
 
 @pytest.mark.slow
-def test_streams_at_different_places_each_give_their_own(engine):
+def test_streams_at_different_positions_keep_their_words(engine):
     rng = np.random.default_rng(0)
     texts = [" ".join("".join(rng.choice(list("abcdefg"), rng.integers(1, 6))) for _ in range(20)) for _ in range(12)]
     rngs = rng.spawn(len(texts))
@@ -115,7 +115,7 @@ def test_streams_that_wait_share_a_step(engine, monkeypatch):
     assert held.batches[:4] == [1, 3, 1, 3]
 
 
-def test_feeding_waits_for_no_step(engine, monkeypatch):
+def test_feed_does_not_wait_for_a_step(engine, monkeypatch):
     held = Held(engine, monkeypatch)
     session = engine.open(greedy(engine), 160)
     began = time.monotonic()
@@ -129,7 +129,7 @@ def test_feeding_waits_for_no_step(engine, monkeypatch):
     assert session.finished and not session.waiting_seconds and session.seconds == pytest.approx(3.2)
 
 
-def test_one_that_goes_away_in_mid_step_disturbs_no_other(engine, monkeypatch):
+def test_closing_a_stream_in_a_step_disturbs_no_other(engine, monkeypatch):
     held = Held(engine, monkeypatch)
     calls = []
     gone = engine.open(greedy(engine), 160, on_result=lambda: calls.append(1))
@@ -173,7 +173,7 @@ def test_a_step_that_fails_is_raised_in_its_streams_and_the_next_ones_go_on(engi
     assert words(said(engine, "abc")) == "abc"
 
 
-def test_streams_that_find_no_memory_together_go_on_one_by_one(engine, monkeypatch):
+def test_a_step_out_of_memory_is_run_one_by_one(engine, monkeypatch):
     step, tried = engine.step, []
 
     def small(windows, states):
@@ -209,7 +209,7 @@ def test_a_beam_search_with_hot_words_shares_steps_with_the_others(engine):
     assert set(words(beam).split()) <= {"abc", "abd"}
 
 
-def test_an_event_loop_is_called_when_there_are_results(engine):
+def test_on_result_is_called_for_results(engine):
     async def listen():
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         session, results = said(engine, "abc def", on_result=lambda: loop.call_soon_threadsafe(news.set)), []
@@ -222,7 +222,7 @@ def test_an_event_loop_is_called_when_there_are_results(engine):
     assert asyncio.run(listen()) == "abc def"
 
 
-def test_a_listener_that_fails_ends_its_own_stream(engine):
+def test_an_error_in_on_result_ends_that_stream_only(engine):
     def gone():
         raise RuntimeError("Event loop is closed")
 
@@ -233,7 +233,7 @@ def test_a_listener_that_fails_ends_its_own_stream(engine):
         words(session)
 
 
-def test_a_stream_is_over_once_its_last_words_are_taken(engine):
+def test_finished_is_true_once_all_results_are_taken(engine):
     settled = threading.Event()
     session = engine.open(greedy(engine), on_result=lambda: session._finished and settled.set())
     session.feed(bundles.say("abc"))
@@ -242,7 +242,7 @@ def test_a_stream_is_over_once_its_last_words_are_taken(engine):
     assert words(session) == "abc" and session.finished
 
 
-def test_nothing_follows_the_end(engine):
+def test_feed_after_finish_raises(engine):
     session = engine.open(greedy(engine))
     session.finish()
     assert words(session) == "" and session.finished
@@ -259,7 +259,7 @@ def test_a_graph_of_another_vocabulary_is_refused(engine, monkeypatch):
         engine.step([Window(np.zeros(engine.config.window(4), np.float32), 0)], [state])
 
 
-def test_closing_the_engine_wakes_who_waits(bundle, monkeypatch):
+def test_closing_the_engine_wakes_waiting_streams(bundle, monkeypatch):
     engine = StreamEngine(bundle, device="cpu")
     thread = engine.worker.submit(threading.current_thread).result()
     held = Held(engine, monkeypatch)
@@ -289,7 +289,7 @@ def test_closing_the_engine_releases_the_graph(bundle):
         engine.open(greedy(engine))
 
 
-def test_a_stream_that_gets_in_line_as_the_engine_closes_is_reported(bundle, monkeypatch):
+def test_a_stream_queued_while_closing_gets_an_error(bundle, monkeypatch):
     engine = StreamEngine(bundle, device="cpu")
     session = engine.open(greedy(engine), 160)
     monkeypatch.setattr(session, "_enqueue", lambda this: (engine.close(), engine.enqueue(this)))
@@ -298,7 +298,7 @@ def test_a_stream_that_gets_in_line_as_the_engine_closes_is_reported(bundle, mon
         session.take(5)
 
 
-def test_steps_are_counted_for_whoever_asks(bundle):
+def test_on_step_is_called_with_the_number_of_streams(bundle):
     steps = []
     with StreamEngine(bundle, device="cpu", on_step=steps.append) as engine:
         session = engine.open(greedy(engine), 640)
@@ -308,7 +308,7 @@ def test_steps_are_counted_for_whoever_asks(bundle):
     assert steps == [1, 1, 1]
 
 
-def test_a_format_that_it_lacks_is_said_at_once(bundle):
+def test_a_missing_format_is_refused(bundle):
     with pytest.raises(SbkitError, match="has no int8 streaming graph; it has onnx, torch"):
         StreamEngine(bundle, model="int8")
 

@@ -15,7 +15,7 @@ RATE, FRAME = bundles.RATE, bundles.FRAME
 
 
 @given(st.data())
-def test_however_it_is_cut_into_frames_the_words_are_those_of_the_recording(data):
+def test_a_tail_has_the_words_of_the_recording(data):
     """Through the tail alone, with a model that hears exactly: no word is lost, doubled or changed."""
     names = data.draw(st.lists(st.text("abcdefgh", min_size=1, max_size=6), min_size=1, max_size=40))
     gaps = data.draw(st.lists(st.sampled_from([0.08, 0.2, 0.5, 0.8, 3.0, 9.0]), min_size=len(names),
@@ -55,7 +55,7 @@ def test_however_it_is_cut_into_frames_the_words_are_those_of_the_recording(data
     assert most <= (longest + 3) * RATE
 
 
-def test_speech_without_end_is_held_in_seconds_of_memory():
+def test_memory_is_bounded_without_pauses():
     """A tail never grows beyond what the model hears at once, with or without pauses, with or without words."""
     def endless(until):
         return [Word("a", 0.1 * i, 0.1 * i + 0.05, 1.0) for i in range(int(until * 10))]

@@ -55,7 +55,7 @@ def refused(capsys, *words):
     return capsys.readouterr().err
 
 
-def test_each_split_is_a_folder_of_its_recordings_codes_in_their_order(
+def test_each_split_becomes_a_folder_of_codes(
         codec_bundle, corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tokenizing, "AT_ONCE_SECONDS", 7.0)
     folder, wanted = corpus
@@ -74,7 +74,7 @@ def test_each_split_is_a_folder_of_its_recordings_codes_in_their_order(
     assert "as 16-bit samples" in last and "real-time factor" in last
 
 
-def test_splits_are_chosen_by_the_corpuss_own_names(codec_bundle, corpus, tmp_path, capsys):
+def test_splits_are_chosen_by_name(codec_bundle, corpus, tmp_path, capsys):
     folder, _ = corpus
     tokenize(codec_bundle, folder, "--to", tmp_path / "out", "--split", "other", "--split", "dev")
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["dev", "manifests", "other"]
@@ -102,7 +102,7 @@ def test_recordings_without_any_list_are_a_corpus(codec_bundle, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["manifests", "Manifests"])
-def test_a_split_whose_folder_would_be_that_of_the_lists_is_refused_before_anything_is_coded(
+def test_a_split_named_manifests_is_refused(
         codec_bundle, corpus, tmp_path, monkeypatch, capsys, name):
     folder, _ = corpus
     (folder / "other.csv").rename(folder / f"{name}.csv")
@@ -114,7 +114,7 @@ def test_a_split_whose_folder_would_be_that_of_the_lists_is_refused_before_anyth
 
 
 @pytest.mark.parametrize("names", [("my dev", "my_dev"), ("my dev", "My_dev")])
-def test_splits_that_would_share_a_folder_are_refused_before_anything_is_coded(
+def test_splits_with_the_same_folder_are_refused(
         codec_bundle, corpus, tmp_path, monkeypatch, capsys, names):
     folder, _ = corpus
     (folder / "test.csv").rename(folder / f"{names[0]}.csv")
@@ -132,7 +132,7 @@ def test_splits_that_would_share_a_folder_are_refused_before_anything_is_coded(
 # ---------------------------------------------------------------- what is bad
 
 
-def test_bad_recordings_are_left_out_by_name_and_rows_add_up(codec_bundle, tmp_path, capsys):
+def test_unreadable_recordings_are_listed_and_rows_add_up(codec_bundle, tmp_path, capsys):
     folder = tmp_path / "corpus"
     wanted = recording(folder / "good.wav", 50, 0)
     soundfile.write(folder / "nan.wav", np.full(16_000, np.nan, np.float32), 16_000, "FLOAT")
@@ -153,7 +153,7 @@ def test_bad_recordings_are_left_out_by_name_and_rows_add_up(codec_bundle, tmp_p
         assert {row["ID"]: row["split"] for row in csv.DictReader(file)}.keys() == {"nan", "noise", "cut", "missing"}
 
 
-def test_what_no_codebook_or_no_shard_can_hold_is_left_out_by_name(tmp_path, monkeypatch, capsys):
+def test_uncodable_recordings_are_listed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shards, "MAX_FRAMES", 60)
     folder = tmp_path / "corpus"
     wanted = [recording(folder / "first.wav", 50, 0), recording(folder / "last.wav", 9, 1)]
@@ -207,7 +207,7 @@ def test_another_bundle_and_a_missing_corpus_are_reported_before_anything_is_mad
 # ---------------------------------------------------------------- whole or not at all
 
 
-def test_what_is_there_is_replaced_only_if_asked_for(codec_bundle, corpus, tmp_path, capsys, monkeypatch):
+def test_existing_splits_are_replaced_only_with_force(codec_bundle, corpus, tmp_path, capsys, monkeypatch):
     folder, _ = corpus
     words = codec_bundle, folder, "--to", tmp_path / "out", "--split", "dev"
     tokenize(*words)
@@ -228,7 +228,7 @@ def test_what_is_there_is_replaced_only_if_asked_for(codec_bundle, corpus, tmp_p
     assert "is neither a folder of codes nor empty, so it is not replaced" in refused(capsys, *words, "--force")
 
 
-def test_nothing_stays_of_a_split_that_was_not_finished(codec_bundle, corpus, tmp_path, monkeypatch):
+def test_an_interrupted_split_leaves_no_folder(codec_bundle, corpus, tmp_path, monkeypatch):
     folder, _ = corpus
     monkeypatch.setattr(tokenizing, "AT_ONCE_SECONDS", 7.0)
     encode, calls = CodecModel.encode_each, []
@@ -251,7 +251,7 @@ def test_nothing_stays_of_a_split_that_was_not_finished(codec_bundle, corpus, tm
     assert len(Codes(tmp_path / "out" / "train")) == 9
 
 
-def test_a_codec_whose_codes_are_in_no_codebook_writes_none(tmp_path, corpus):
+def test_a_codec_that_outputs_invalid_codes_writes_none(tmp_path, corpus):
     wrong, (folder, _) = toy_codec.make(tmp_path / "c", graph_sizes=(90, 20)), corpus
     with pytest.raises(SbkitError, match=r"9 uncodable; for example train0: the output of model\.onnx: frame .* is not "
                                          "in a codebook of 50 entries"):
@@ -259,7 +259,7 @@ def test_a_codec_whose_codes_are_in_no_codebook_writes_none(tmp_path, corpus):
     assert not (tmp_path / "out" / "test").exists()
 
 
-def test_shards_pin_the_codec_that_made_them(codec_bundle, corpus, tmp_path):
+def test_codes_name_their_codec(codec_bundle, corpus, tmp_path):
     folder, _ = corpus
     tokenize(codec_bundle, folder, "--to", tmp_path / "out", "--split", "dev")
     books = json.loads((tmp_path / "out" / "dev" / "manifest.json").read_text())["books"]

@@ -45,7 +45,7 @@ def test_one_clip_is_its_text_alone(bundle, clips, capsys):
     assert "model.onnx on cpu (CPUExecutionProvider" in captured.err and "real-time factor" in captured.err
 
 
-def test_with_vad_words_that_nobody_says_are_left_out(bundle, clips, tmp_path, capsys):
+def test_vad_leaves_out_hallucinated_words(bundle, clips, tmp_path, capsys):
     assert run(bundle, clips / "one.wav", "--vad") == 0 and capsys.readouterr().out == "\n"
     assert run(bundle, clips / "one.wav", "--to", tmp_path / "out") == 0
     assert run(bundle, clips / "one.wav", "--to", tmp_path / "out", "--vad") == 2
@@ -61,7 +61,7 @@ def test_a_recording_that_was_cut_off_comes_with_a_warning(bundle, clips, capsys
     assert warning.startswith("cut off: ") and f"warning: {clips}/one.wav: {warning}\n" in captured.err
 
 
-def test_several_come_in_the_order_they_were_named_in(bundle, clips, capsys):
+def test_transcripts_are_printed_in_the_order_given(bundle, clips, capsys):
     """Independent of batches: the longest is transcribed first."""
     assert run(bundle, clips / "deep/er/three.wav", clips / "deep/two.flac", clips / "one.wav") == 0
     assert capsys.readouterr().out.splitlines() == ["three\tlast", "two\tmore words here", "one\tfirst words"]
@@ -78,7 +78,7 @@ def test_a_folder_is_searched_and_its_shape_is_kept(bundle, clips, tmp_path, cap
     assert "3 of 3 recordings" in capsys.readouterr().err
 
 
-def test_what_is_there_is_not_done_again(bundle, clips, tmp_path, capsys):
+def test_existing_transcripts_are_skipped(bundle, clips, tmp_path, capsys):
     out = tmp_path / "out"
     run(bundle, clips / "one.wav", "--to", out)
     (out / "one.txt").write_text("mine\n")
@@ -101,7 +101,7 @@ def test_another_model_s_transcripts_are_not_mixed_in(bundle, clips, tmp_path, c
     assert run(other, clips / "one.wav", "--to", out, "--overwrite") == 0
 
 
-def test_a_bundle_after_its_recordings_is_told_so(bundle, clips, capsys):
+def test_a_bundle_among_the_recordings_is_explained(bundle, clips, capsys):
     assert main(["transcribe", str(clips / "one.wav"), str(bundle)]) == 2
     assert "that is a bundle: give it once, before the recordings" in capsys.readouterr().err
     assert main(["transcribe", str(clips / "one.wav"), str(clips / "one.wav"), str(bundle)]) == 2
@@ -109,13 +109,13 @@ def test_a_bundle_after_its_recordings_is_told_so(bundle, clips, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_a_folder_without_audio_is_named_beside_one_with(clips, tmp_path, caplog):
+def test_folders_without_audio_are_named_in_a_warning(clips, tmp_path, caplog):
     (none := tmp_path / "none").mkdir()
     assert len(collect([str(clips / "one.wav"), str(none)])) == 1
     assert f"There is no audio in {none}: looked for " in caplog.text
 
 
-def test_a_length_that_no_recording_has_is_not_believed(bundle, clips, tmp_path, capsys):
+def test_impossible_durations_in_a_list_are_ignored(bundle, clips, tmp_path, capsys):
     line = json.dumps({"audio_filepath": str(clips / "one.wav"), "duration": 1e308, "text": "first words"})
     (tmp_path / "clips.jsonl").write_text(f"{line}\n{line}\n")
     assert run(bundle, tmp_path / "clips.jsonl") == 0
@@ -125,7 +125,7 @@ def test_a_length_that_no_recording_has_is_not_believed(bundle, clips, tmp_path,
     assert "clips.jsonl line 1: start 1e+308" in capsys.readouterr().err
 
 
-def test_clips_of_one_name_get_files_of_their_own(bundle, clips, tmp_path):
+def test_recordings_with_equal_names_get_distinct_files(bundle, clips, tmp_path):
     again = tmp_path / "again" / "one.wav"
     again.parent.mkdir()
     soundfile.write(again, bundles.say("other"), bundles.RATE)
@@ -138,7 +138,7 @@ def test_clips_of_one_name_get_files_of_their_own(bundle, clips, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="its disks take names in UTF-8 alone")
-def test_names_that_are_no_utf8_are_written_with_a_mark_in_their_place(bundle, clips, tmp_path):
+def test_names_in_invalid_utf8_get_replacement_characters(bundle, clips, tmp_path):
     strange = os.fsdecode(os.fsencode(clips) + b"/caf\xe9.wav")
     os.rename(clips / "one.wav", strange)
     assert run(bundle, strange, "--to", tmp_path / "out", "--format", "json,ctm,srt") == 0
@@ -147,7 +147,7 @@ def test_names_that_are_no_utf8_are_written_with_a_mark_in_their_place(bundle, c
     assert (tmp_path / "all" / "caf\ufffd.json").exists()
 
 
-def test_a_number_that_was_given_is_no_other_clips_name(clips):
+def test_a_number_added_to_an_id_is_not_another_id(clips):
     names = [clips / "x" / "a.wav", clips / "y" / "a.wav", clips / "a.wav-1.wav"]
     for name in names:
         name.parent.mkdir(exist_ok=True)
@@ -191,7 +191,7 @@ def test_references_with_case_and_punctuation_are_scored_both_ways(bundle, clips
     assert re.search(r"^without case and punctuation: WER 0\.00 % \(.+\), CER 0\.00 %$", err, re.MULTILINE), err
 
 
-def test_its_interval_is_that_of_evaluate_which_goes_through_a_manifest_in_its_order(bundle, clips, tmp_path, capsys):
+def test_the_interval_equals_that_of_evaluate(bundle, clips, tmp_path, capsys):
     texts = {"one.wav": "first words", "deep/two.flac": "more words here", "deep/er/three.wav": "last"}
     rows = [(f"u{i}", name, texts[name] + i % 5 * " word") for i, name in enumerate(6 * [*texts])]
     (tmp_path / "test.csv").write_text("ID,duration,wav,wrd\n" + "".join(
@@ -219,13 +219,13 @@ def test_references_are_any_list_that_can_be_prepared(bundle, clips, tmp_path, c
     assert "refs.csv has no column 'wrd' or 'text'" in capsys.readouterr().err
 
 
-def test_a_file_name_that_two_texts_have_is_no_reference(bundle, clips, tmp_path, capsys):
+def test_an_ambiguous_file_name_is_not_used_as_reference(bundle, clips, tmp_path, capsys):
     (tmp_path / "refs.csv").write_text("path,text\na/one.wav,other words\nb/one.wav,first\ndeep/two.flac,more words\n")
     assert run(bundle, clips, "--references", tmp_path / "refs.csv") == 0
     assert "1 with a reference" in capsys.readouterr().err
 
 
-def test_references_of_one_s_own(bundle, clips, tmp_path, capsys):
+def test_references_from_lines_of_name_and_text(bundle, clips, tmp_path, capsys):
     (tmp_path / "refs.tsv").write_text("one\tfirst words\ntwo.flac\tmore words there\n\n")
     assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 0
     err = capsys.readouterr().err
@@ -253,7 +253,7 @@ def test_a_bad_clip_is_named_counted_and_left_out(bundle, clips, tmp_path, capsy
     (["CLIP", "--chunk-seconds", "-1"], "--chunk-seconds: '-1' is not a number above 0"),
     (["CLIP", "--threads", "0"], "--threads: '0' is not a whole number above 0"),
 ])
-def test_mistakes_are_one_line(bundle, clips, tmp_path, capsys, monkeypatch, words, expected):
+def test_command_line_errors_are_one_line(bundle, clips, tmp_path, capsys, monkeypatch, words, expected):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert run(bundle, *(str(clips / "one.wav") if word == "CLIP" else word for word in words)) == 2
@@ -261,7 +261,7 @@ def test_mistakes_are_one_line(bundle, clips, tmp_path, capsys, monkeypatch, wor
     assert captured.out == "" and expected in captured.err and captured.err.count("error:") == 1
 
 
-def test_relative_paths_start_from_the_list_or_where_they_are_from_here(bundle, tmp_path, monkeypatch, capsys):
+def test_relative_paths_start_at_the_list_or_the_working_directory(bundle, tmp_path, monkeypatch, capsys):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name in ("../a.wav", "b.wav"):

@@ -35,7 +35,7 @@ def test_recordings_of_any_length_are_transcribed(model):
 
 
 @pytest.mark.parametrize("piece", [100, 1000, 100_000])
-def test_a_stream_says_what_the_recording_says(model, piece):
+def test_a_stream_has_the_words_of_the_recording(model, piece):
     stream, signal = model.stream(), bundles.say("ab cd dc")
     results = [each for at in range(0, len(signal), piece) for each in stream.feed(signal[at:at + piece])]
     results += stream.finish()
@@ -76,7 +76,7 @@ def test_a_language_model_decides_where_the_sound_leaves_a_choice(model, tmp_pat
         assert [word.text for each in results for word in each.settled] == [first, "cd"]
 
 
-def test_what_is_no_number_is_refused_before_it_is_searched_with_others(model):
+def test_nan_outputs_are_refused_before_the_search(model):
     search = decoder(model.engine.vocabulary, {"hot_words": ["ba"]})
     [states] = model.engine.run([bundles.say("d")])
     kept = search.keep(states)
@@ -89,7 +89,7 @@ def test_what_is_no_number_is_refused_before_it_is_searched_with_others(model):
 @pytest.mark.parametrize("options, message", [
     ({"lm_weight": 1.0}, "there is no language model to weight"), ({"hot_words": ["Ü"]}, "can't be spelled"),
     ({"lm": "/none/such.arpa"}, "there is no such language model"), ({"beam": 0}, "beam is 0")])
-def test_a_search_that_can_not_be_is_refused_as_for_ctc(model, options, message):
+def test_invalid_search_options_are_refused(model, options, message):
     with pytest.raises(SbkitError, match=message):
         model.stream(**options)
 
@@ -104,7 +104,7 @@ def test_a_bundle_whose_parts_do_not_fit_is_refused(tmp_path, change, message):
         sbkit.infer.load(folder, device="cpu", threads=1)
 
 
-def test_stretches_of_a_recording_that_was_cancelled_go_with_it(model):
+def test_a_cancelled_recordings_data_is_freed(model):
     """A beam gathers some before it searches them together; those of others are searched."""
     beam = decoder(model.engine.vocabulary, {"hot_words": {"ba": 8.0}})
     states = np.zeros((50, len(bundles.PIECES)), np.float32)

@@ -28,7 +28,7 @@ def voice(voice_bundle):
 
 
 @pytest.mark.slow
-def test_what_is_spoken_is_what_was_written(voice):
+def test_words_are_spoken_as_written(voice):
     speech = voice.speak(TEXT)
     assert voices.heard(speech.samples) == "hello there. good bye, all of you!"
     assert (speech.text, speech.sentences) == ("hello there. good bye, all of you!",
@@ -61,7 +61,7 @@ def test_a_voice_is_chosen_by_name_and_the_first_by_default(voice):
         assert np.abs(voice.speak("aaa", voice=name).samples).max() == pytest.approx(gain, abs=0.01)
 
 
-def test_a_stream_gives_the_same_sentence_by_sentence(voice):
+def test_a_stream_has_the_samples_of_speak(voice):
     parts = list(voice.stream(TEXT, speed=2.0))
     assert [part.text for part in parts] == ["hello there.", "good bye, all of you!"]
     assert np.array_equal(np.concatenate([part.samples for part in parts]), voice.speak(TEXT, speed=2.0).samples)
@@ -97,13 +97,13 @@ def test_a_text_that_comes_in_blocks_is_spoken_as_it_comes(voice):
     ({"speed": "1"}, "speed is '1'"),
 ])
 @pytest.mark.parametrize("way", ["speak", "stream"])
-def test_what_can_t_be_spoken_is_an_error_before_any_sound(voice, monkeypatch, way, given, expected):
+def test_an_unspeakable_text_raises_before_any_sound(voice, monkeypatch, way, given, expected):
     monkeypatch.setattr(voice.engine, "submit", lambda _: pytest.fail("nothing must be computed"))
     with pytest.raises(SbkitError, match=expected):
         getattr(voice, way)(**({"text": "Fine. Good"} | given))
 
 
-def test_a_line_sounds_the_same_alone_and_in_a_batch(voice):
+def test_batching_does_not_change_the_sound(voice):
     lines = [SpeechInput([2, 3, 4]), SpeechInput([5] * 30, 1, 2.0), SpeechInput([6])]
     together = voice.engine.submit(lines).result()
     for line, sound in zip(lines, together, strict=True):
@@ -111,13 +111,13 @@ def test_a_line_sounds_the_same_alone_and_in_a_batch(voice):
         assert np.array_equal(alone.samples, sound.samples) and np.array_equal(alone.frames, sound.frames)
 
 
-def test_the_program_of_torch_says_the_same(voice_bundle, voice):
+def test_the_torch_program_has_the_same_output(voice_bundle, voice):
     with sbkit.infer.load(voice_bundle, model="torch", device="cpu") as program:
         mine, theirs = voice.speak(TEXT, "ben", 2.0), program.speak(TEXT, "ben", 2.0)
     assert np.allclose(mine.samples, theirs.samples, atol=1e-3) and mine.words == theirs.words
 
 
-def test_samples_that_are_no_numbers_are_an_error_and_not_a_noise(tmp_path):
+def test_nan_samples_raise(tmp_path):
     folder = bundles.change(voices.make(tmp_path / "v"), files={})
     model = onnx.load(folder / "model.onnx")
     node = next(each for each in model.graph.node if each.output[0] == "endless")
