@@ -180,7 +180,8 @@ class StreamEngine(BundleEngine):
                 else:
                     left.append(session)
             self._queue = left
-        if left:
+            has_more = bool(left)  # now: others may be queued meanwhile, which submit a step themselves
+        if has_more:
             self.worker.submit(self._next_step)
 
         sessions = []
