@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,7 +47,8 @@ def _lines(model: NGram) -> Iterator[str]:
         yield f"\n\\{order}-grams:\n"
         for part in chunks(len(level.word)):
             # The words of each n-gram, from its last one to its first: in memory only for a chunk of them.
-            words, rows = [_words(model, level.word[part])], level.context[part]
+            words = [_words(model, level.word[part])]
+            rows = level.context[part]
             for below in reversed(model.levels[:order - 1]):
                 words.append(_words(model, below.word[rows]))
                 rows = below.context[rows]
@@ -79,31 +81,26 @@ def read(path: str | Path) -> NGram:
         raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
     begin = data.find(b"\\data\\")
     if begin < 0:
-        binary = data.startswith(b"mmap lm http://kheafield.com/code")
-        raise SbkitError(f"{path} is not an ARPA language model",
-                         hint="it is KenLM's binary: use the ARPA file that it was made from" if binary
-                         else "such a file has a section \\data\\")
-    first = data.find(b"\n\\1-grams:", begin) + 1 or -1  # where its section begins; -1: it is missing
-    header = data[begin:first if first >= 0 else len(data)]
-    counts = [(int(order), int(count)) for order, count in _COUNT.findall(header)]
-    if not 0 < len(counts) <= MAX_ORDER or [order for order, _ in counts] != list(range(1, len(counts) + 1)):
-        raise SbkitError(f"{path}: its \\data\\ section doesn't say how many n-grams of each order there are",
-                         hint="is the file complete?")
+        hint = "such a file has a section \\data\\"
+        if data.startswith(b"mmap lm http://kheafield.com/code"):
+            hint = "it is KenLM's binary: use the ARPA file that it was made from"
+        raise SbkitError(f"{path} is not an ARPA language model", hint=hint)
+
     levels: list[Level] = []
     words: dict[bytes, int] = {}
-    at = begin
-    for order, count in counts:
-        start = data.find(b"\n\\%d-grams:" % order, at) + 1 or -1
+    position = begin
+    for order, count in enumerate(_counts(path, data, begin), start=1):
+        start = data.find(b"\n\\%d-grams:" % order, position)
         if start < 0:
             raise SbkitError(f"{path} is truncated: its section \\{order}-grams: is missing, and \\data\\ says that "
                              f"there are {count} {order}-grams", hint="download it again or write it again")
-        at = data.index(b":", start) + 1
-        end = data.find(b"\n\\", at)
-        section = partial(_line_blocks, data, at, end if end >= 0 else len(data))
-        found = sum(map(len, section()))
-        if found != count:
-            what = "is truncated" if found < count else "is inconsistent"
-            raise SbkitError(f"{path} {what}: its section \\{order}-grams: has {found} n-grams, and \\data\\ says "
+        position = data.index(b":", start) + 1
+        end = data.find(b"\n\\", position)
+        section = partial(_line_blocks, data, position, end if end >= 0 else len(data))
+        lines = sum(map(len, section()))
+        if lines != count:
+            what = "is truncated" if lines < count else "is inconsistent"
+            raise SbkitError(f"{path} {what}: its section \\{order}-grams: has {lines} n-grams, and \\data\\ says "
                              f"{count}", hint="download it again or write it again")
         levels.append(_level(path, order, section, words, levels))
     if end < 0 or not data.startswith(b"\n\\end\\", end):
@@ -115,79 +112,94 @@ def read(path: str | Path) -> NGram:
                          hint="convert the file to UTF-8, for example with iconv -f latin1 -t utf-8") from None
 
 
-def _line_blocks(data: bytes, at: int, end: int) -> Iterator[list[bytes]]:
+def _counts(path: Path, data: bytes, begin: int) -> list[int]:
+    """Read how many n-grams of each order the section \\data\\ promises."""
+    end = data.find(b"\n\\1-grams:", begin)
+    header = data[begin:end] if end >= 0 else data[begin:]
+    counts = [(int(order), int(count)) for order, count in _COUNT.findall(header)]
+    if not 0 < len(counts) <= MAX_ORDER or [order for order, _ in counts] != list(range(1, len(counts) + 1)):
+        raise SbkitError(f"{path}: its \\data\\ section doesn't say how many n-grams of each order there are",
+                         hint="is the file complete?")
+    return [count for _, count in counts]
+
+
+def _line_blocks(data: bytes, begin: int, end: int) -> Iterator[list[bytes]]:
     """Yield the lines between two positions in blocks: as objects, lines take several times the memory of the text."""
     while True:
-        stop = data.find(b"\n", min(at + _BLOCK_BYTES, end), end) + 1 or end
-        yield list(filter(bytes.strip, data[at:stop].splitlines()))
-        if (at := stop) == end:
+        newline = data.find(b"\n", min(begin + _BLOCK_BYTES, end), end)
+        stop = newline + 1 if newline >= 0 else end
+        yield list(filter(bytes.strip, data[begin:stop].splitlines()))
+        if stop == end:
             return
+        begin = stop
 
 
 def _level(path: Path, order: int, section: Callable[[], Iterator[list[bytes]]], words: dict[bytes, int],
            below: list[Level]) -> Level:
     """Read the n-grams of an order, sorted; the first order fills the vocabulary."""
-    columns = [_columns(path, order, lines, words) for lines in section()]
+    blocks = [_columns(path, order, lines, words) for lines in section()]
 
     def shown_line(number: int) -> str:
         line = next(itertools.islice(itertools.chain.from_iterable(section()), number, None))
         return shown(line.decode("utf-8", "replace"))
 
-    log10, backoff, ids = (np.concatenate([column[part] for column in columns]) for part in range(3))
+    log10 = np.concatenate([block.log10 for block in blocks])
+    backoff = np.concatenate([block.backoff for block in blocks])
+    ids = np.concatenate([block.ids for block in blocks])
     if order == 1:
         return Level(np.zeros(len(ids), np.int32), np.arange(len(ids), dtype=np.int32), log10, backoff)
-    size, row = np.int64(len(words)), ids[:, 0]
+
+    # The row of each n-gram's first words in the level below, found word by word through all levels below.
+    size = np.int64(len(words))
+    context = ids[:, 0]
     for level, word in zip(below[1:], ids[:, 1:-1].T, strict=True):
         if len(level.word):
-            known, wanted = level.context * size + level.word, row * size + word
-            at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-            row = np.where(known[at] == wanted, at, -1)
+            known = level.context * size + level.word
+            wanted = context * size + word
+            rows = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+            context = np.where(known[rows] == wanted, rows, -1)
         else:
-            row = np.full(len(word), -1, dtype=np.int64)
-        if (row < 0).any():
-            raise SbkitError(f"{path}: the {order}-gram {shown_line(int(np.flatnonzero(row < 0)[0]))} begins with "
+            context = np.full(len(word), -1, dtype=np.int64)
+        missing = np.flatnonzero(context < 0)
+        if len(missing):
+            raise SbkitError(f"{path}: the {order}-gram {shown_line(int(missing[0]))} begins with "
                              f"a {order - 1}-gram that the file lacks")
-    keys = row * size + ids[:, -1]
-    order_of = np.argsort(keys, kind="stable")
-    keys = keys[order_of]
+
+    keys = context * size + ids[:, -1]
+    by_key = np.argsort(keys, kind="stable")
+    keys = keys[by_key]
     repeated = np.flatnonzero(keys[1:] == keys[:-1])
     if len(repeated):
-        raise SbkitError(f"{path}: the {order}-gram {shown_line(int(order_of[repeated[0] + 1]))} occurs twice")
-    return Level(row[order_of].astype(np.int32), ids[order_of, -1].astype(np.int32), log10[order_of],
-                 backoff[order_of])
+        raise SbkitError(f"{path}: the {order}-gram {shown_line(int(by_key[repeated[0] + 1]))} occurs twice")
+    return Level(context[by_key].astype(np.int32), ids[by_key, -1].astype(np.int32), log10[by_key], backoff[by_key])
 
 
-def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]) -> tuple[np.ndarray, ...]:
-    """Parse lines into probabilities [N], backoffs [N] and word ids [N] or [N, order]."""
+class _Block(NamedTuple):
+    """Some lines of a section."""
+
+    log10: np.ndarray  # [N]
+    backoff: np.ndarray  # [N]
+    ids: np.ndarray  # of their words, [N] of single words and [N, order] of others
+
+
+def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]) -> _Block:
+    """Parse lines of a section; those of the first order fill the vocabulary."""
     fields = b" ".join(lines).split()
     width, odd = divmod(len(fields), len(lines)) if lines else (order + 1, 0)
     if odd or width not in (order + 1, order + 2):
-        # Some tools omit a backoff of zero.
-        rows = [line.split() for line in lines]
-        for row in rows:
-            if len(row) == order + 1:
-                row.append(b"0")
-            elif len(row) != order + 2:
-                raise SbkitError(f"{path}: the line {shown(b' '.join(row).decode('utf-8', 'replace'))} is not a "
-                                 f"{order}-gram with its probability")
-        fields, width = [field for row in rows for field in row], order + 2
+        fields = _fields_with_backoffs(path, order, lines)
+        width = order + 2
     try:
         log10 = np.array(fields[::width], dtype=np.float32)
-        backoff = np.array(fields[width - 1::width], dtype=np.float32) if width == order + 2 \
-            else np.zeros(len(lines), np.float32)
+        if width == order + 2:
+            backoff = np.array(fields[width - 1::width], dtype=np.float32)
+        else:
+            backoff = np.zeros(len(lines), np.float32)
     except ValueError:
         log10 = backoff = np.full(len(lines), np.nan)
     if not ((log10 < _MAX_LOG10).all() and (backoff < np.inf).all()):  # False for NaN
-        for line in lines:
-            row = line.split()
-            try:
-                if not float(row[0]) < _MAX_LOG10 or (len(row) != order + 1 and not float(row[-1]) < math.inf):
-                    break
-            except ValueError:
-                break
-        else:
-            line = lines[0]
-        raise SbkitError(f"{path}: the line {shown(line.decode('utf-8', 'replace'))} is not a {order}-gram with its "
+        invalid = next((line for line in lines if not _has_valid_numbers(line.split(), order)), lines[0])
+        raise SbkitError(f"{path}: the line {shown(invalid.decode('utf-8', 'replace'))} is not a {order}-gram with its "
                          "log10 probability (at most 0) and back-off", hint="download it again or write it again")
     if order == 1:
         before = len(words)
@@ -195,10 +207,32 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
             words.setdefault(word, len(words))
         if len(words) - before != len(lines):
             raise SbkitError(f"{path}: a word occurs twice among the 1-grams")
-        return log10, backoff, np.arange(before, len(words))
+        return _Block(log10, backoff, np.arange(before, len(words)))
     try:
         ids = [list(map(words.__getitem__, fields[i::width])) for i in range(1, order + 1)]
     except KeyError as error:
         word = error.args[0].decode("utf-8", "replace")
         raise SbkitError(f"{path}: the word {shown(word)} is in a {order}-gram, but not among the 1-grams") from None
-    return log10, backoff, np.array(ids, dtype=np.int64).T.reshape(-1, order)
+    return _Block(log10, backoff, np.array(ids, dtype=np.int64).T.reshape(-1, order))
+
+
+def _fields_with_backoffs(path: Path, order: int, lines: list[bytes]) -> list[bytes]:
+    """Split lines of which some lack a backoff, because some tools omit one of zero."""
+    fields: list[bytes] = []
+    for line in lines:
+        row = line.split()
+        if len(row) == order + 1:
+            row.append(b"0")
+        elif len(row) != order + 2:
+            raise SbkitError(f"{path}: the line {shown(b' '.join(row).decode('utf-8', 'replace'))} is not a "
+                             f"{order}-gram with its probability")
+        fields += row
+    return fields
+
+
+def _has_valid_numbers(row: list[bytes], order: int) -> bool:
+    try:
+        has_backoff = len(row) != order + 1
+        return float(row[0]) < _MAX_LOG10 and (not has_backoff or float(row[-1]) < math.inf)
+    except ValueError:
+        return False

@@ -34,20 +34,28 @@ def spell(text: str, pieces: Sequence[str], separator: str | None = WORD_START) 
     written = text if separator is None else separator + text.replace(" ", separator)
     ids = {piece: number for number, piece in reversed(list(enumerate(pieces)))}
     longest = max(map(len, ids))
-    best: list[tuple[int, int, int] | None] = [(0, 0, 0)]  # pieces so far, where the last begins, its id
+    # The best spelling of the text up to each character: its length in pieces, where the last piece begins, its id.
+    best: list[tuple[int, int, int] | None] = [(0, 0, 0)]
     for end in range(1, len(written) + 1):
-        options = ((before[0] + 1, begin, ids[written[begin:end]]) for begin in range(max(0, end - longest), end)
-                   if written[begin:end] in ids and (before := best[begin]) is not None)
+        options = []
+        for begin in range(max(0, end - longest), end):
+            before = best[begin]
+            piece = ids.get(written[begin:end])
+            if before is not None and piece is not None:
+                options.append((before[0] + 1, begin, piece))
         best.append(min(options, default=None))
-    found, end = [], len(written)
+
+    spelled = []
+    end = len(written)
     while end:
-        if (last := best[end]) is None:
+        last = best[end]
+        if last is None:
             unknown = sorted(set(written) - {character for piece in ids for character in piece})
             raise SbkitError(f"the recogniser has no tokens for {', '.join(map(repr, unknown)) or 'this text'}",
                              hint="use one that was trained on the same alphabet")
-        found.append(last[2])
-        end = last[1]
-    return found[::-1]
+        _, end, piece = last
+        spelled.append(piece)
+    return spelled[::-1]
 
 
 def durations(text: str, alignment: Alignment, signal: np.ndarray, sample_rate: int, frames: int) -> np.ndarray:
@@ -61,19 +69,24 @@ def durations(text: str, alignment: Alignment, signal: np.ndarray, sample_rate: 
     signal : the recording [S]
     """
     rate = frames * sample_rate / len(signal)  # frames per second; the last frame may be partial
-    begins, ends = [], []
+    begins = []
+    ends = []
     for piece, start, end in zip(alignment.pieces, alignment.starts * rate, alignment.ends * rate, strict=True):
         edges = np.linspace(start, end, len(piece) + 1)
         begins += list(edges[:-1])
         ends += list(edges[1:])
     if alignment.separator is not None:  # the first separator is not in the text
-        begins, ends = begins[1:], ends[1:]
+        begins = begins[1:]
+        ends = ends[1:]
     if len(begins) != len(text) or not text:
         raise ValueError(f"{len(text)} characters are spelled with {len(begins)}")
-    first, last = (rate * second for second in speech(signal, sample_rate))
+
+    speech_start, speech_end = speech(signal, sample_rate)
+    first = rate * speech_start
+    last = rate * speech_end
     between = (np.array(ends[:-1]) + np.array(begins[1:])) / 2
-    found = np.concatenate([[0.0, first], between.clip(first, last), [last, float(frames)]])
-    return np.diff(np.maximum.accumulate(found.round().clip(0, frames)).astype(np.int64))
+    edges = np.concatenate([[0.0, first], between.clip(first, last), [last, float(frames)]])
+    return np.diff(np.maximum.accumulate(edges.round().clip(0, frames)).astype(np.int64))
 
 
 def symbol_durations(frames: np.ndarray, ends: Sequence[float]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,36 +36,44 @@ class Fusion:
 
     def __init__(self, pieces: Pieces, model: NGram | None, lexicon: Collection[str] | None, hot: HotWords,
                  per_piece: bool = False):
-        self.pieces, self.model, self.hot, self.per_piece = pieces, model, hot, per_piece
+        self.pieces = pieces
+        self.model = model
+        self.hot = hot
+        self.per_piece = per_piece
         self.closed = lexicon is not None
         self.start = np.zeros((), np.int64) if model is None else model.start
         """The state of the language model at an utterance's start."""
         self._word_model = None if per_piece else model
         if per_piece and model is not None:
             self.piece_ids = np.array([model.ids.get(text, model.unknown) for text in pieces.texts], np.int64)
+        self.strict = self.closed or self._word_model is not None
+        """Whether words can be unknown."""
+
+        words = self._known_words(lexicon)
+        encoded = [word.encode("utf-8", "surrogatepass") for word in words]
+        ids = np.zeros(len(words), np.int64)
+        unigram = np.zeros(len(words), np.float32)
+        self._unknown_unigram = 0.0
+        if self._word_model is not None:
+            empty = self._word_model.empty[None]
+            unknown = self._word_model.unknown
+            ids = np.array([self._word_model.ids.get(word, unknown) for word in words], np.int64)
+            unigram, _ = self._word_model.score(np.repeat(empty, len(ids), axis=0), ids)
+            unknown_scores, _ = self._word_model.score(empty, np.array([unknown]))
+            self._unknown_unigram = float(unknown_scores[0])
+        self._vocabulary = hashing.HashTable(hashing.hash_all(encoded), ids)
+        self._prefixes = _best_by_prefix(encoded, unigram)
+
+    def _known_words(self, lexicon: Collection[str] | None) -> list[str]:
+        """The lexicon's words or, without one, the language model's; and the hot words."""
         if lexicon is not None:
             words = list(lexicon)
+        elif self._word_model is not None:
+            words = [word for word in self._word_model.words if word not in SPECIAL]
         else:
-            words = [word for word in self._word_model.words if word not in SPECIAL] if self._word_model else []
+            words = []
         known = set(words)
-        words += [word for word in hot.words if word not in known]
-        raw = [word.encode("utf-8", "surrogatepass") for word in words]
-        ids, unigram, self._unknown_unigram = np.zeros(len(words), np.int64), np.zeros(len(words), np.float32), 0.0
-        if model is not None and not per_piece:
-            ids = np.array([model.ids.get(word, model.unknown) for word in words], np.int64)
-            unigram = model.score(np.repeat(model.empty[None], len(ids), axis=0), ids)[0]
-            self._unknown_unigram = float(model.score(model.empty[None], np.array([model.unknown]))[0][0])
-        self._vocabulary = hashing.HashTable(hashing.hash_all(raw), ids)
-        # All prefixes of all words, each with the best score of its words.
-        hashes, begins = hashing.prefixes(raw)
-        best = np.repeat(unigram, np.diff(begins))
-        if len(hashes):
-            order = np.argsort(hashes, kind="stable")
-            hashes, best = hashes[order], best[order]
-            firsts = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
-            hashes, best = hashes[firsts], np.maximum.reduceat(best, firsts)
-        self._prefixes = hashing.HashTable(hashes, best)
-        self.strict = self.closed or self._word_model is not None  # whether words can be unknown
+        return words + [word for word in self.hot.words if word not in known]
 
     def complete(self, states: np.ndarray, words: np.ndarray, weights: FusionWeights) -> tuple[np.ndarray, np.ndarray]:
         """The scores of complete words [N], given by hash, after states [N], and the states after them."""
@@ -99,6 +107,21 @@ class Fusion:
         return weights.lm * scores.astype(np.float64), after
 
     def finish(self, states: np.ndarray, weights: FusionWeights) -> np.ndarray:
+        """The scores of the end of an utterance after states [N]."""
         if self.model is None:
             return np.zeros(len(states))
-        return weights.lm * self.model.score(states, np.full(len(states), self.model.end))[0].astype(np.float64)
+        scores, _ = self.model.score(states, np.full(len(states), self.model.end))
+        return weights.lm * scores.astype(np.float64)
+
+
+def _best_by_prefix(words: Sequence[bytes], scores: np.ndarray) -> hashing.HashTable:
+    """All prefixes of words [N], each with the best score of its words."""
+    hashes, begins = hashing.prefixes(words)
+    best = np.repeat(scores, np.diff(begins))
+    if len(hashes):
+        order = np.argsort(hashes, kind="stable")
+        hashes = hashes[order]
+        first_of_prefix = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
+        best = np.maximum.reduceat(best[order], first_of_prefix)
+        hashes = hashes[first_of_prefix]
+    return hashing.HashTable(hashes, best)

@@ -38,9 +38,10 @@ class SettlingStream(StreamSearch):
         words = self.spelling.write(groups[:count], rest)
         self._in_line |= bool(words)
         self._open = rest.take(slice(first, len(rest) - unfinished))
-        now = StreamResult(words, self.spelling.write(groups[count:], rest), False,
-                           self._frames * self.spelling.frame_seconds)
-        return [*results, now] if words or now.partial or not results else results
+        partial = self.spelling.write(groups[count:], rest)
+        if words or partial or not results:
+            results.append(StreamResult(words, partial, False, self._frames * self.spelling.frame_seconds))
+        return results
 
     def end(self, tokens: TokenSpans) -> StreamResult:
         words = self.spelling.write(self._groups(tokens), tokens)
@@ -52,8 +53,9 @@ class SettlingStream(StreamSearch):
     def _close(self, line: TokenSpans) -> StreamResult | None:
         """Settle the rest of a line that a pause ends; None if it has no words."""
         words = self.spelling.write(self._groups(line), line)
-        spoken, self._in_line = self._in_line or bool(words), False
-        if not spoken:
+        has_words = self._in_line or bool(words)
+        self._in_line = False
+        if not has_words:
             return None
         return StreamResult(words, [], True,
                             self.spelling.after_pause(int(line.ends[-1])) * self.spelling.frame_seconds)
@@ -69,7 +71,10 @@ class GreedyStream(SettlingStream):
         self.blank_id = blank_id
         self._has_text = np.ones(len(spelling.symbols), bool)
         self._has_text[[blank_id, *spelling.silent]] = False
-        self._label, self._began, self._sum = self.blank_id, 0, 0.0  # the run of frames that may continue
+        # The run of equal labels that may continue: its label, first frame, and the sum of its probabilities.
+        self._label = blank_id
+        self._began = 0
+        self._sum = 0.0
 
     def feed(self, scores: np.ndarray) -> list[StreamResult]:
         self.spelling.check(scores)
@@ -86,23 +91,34 @@ class GreedyStream(SettlingStream):
 
     def _tokens(self, labels: np.ndarray, confidence: np.ndarray) -> tuple[TokenSpans, bool]:
         """The tokens that aren't settled, and whether the last of them may continue; counts the frames."""
+        new_frames = len(labels)
+        # The open run comes first, as if it were one frame.
         labels = np.concatenate([[self._label], labels])
         weights = np.concatenate([[self._sum], confidence])
         begins = np.ones(len(labels), bool)
         begins[1:] = labels[1:] != labels[:-1]
-        starts, total = np.flatnonzero(begins), sums(begins, weights)
-        ids = labels[starts]
-        starts = starts - 1 + self._frames
+        first = np.flatnonzero(begins)
+        ids = labels[first]
+        total = sums(begins, weights)
+
+        starts = first - 1 + self._frames
         starts[0] = self._began
-        self._frames += len(labels) - 1
+        self._frames += new_frames
         ends = np.append(starts[1:], self._frames)
-        self._label, self._began, self._sum = int(ids[-1]), int(starts[-1]), float(total[-1])
-        text = self._has_text[ids]
-        mean = (total[text] / (ends - starts)[text]).astype(np.float32)
-        columns = (ids[text], starts[text], ends[text], mean)
-        return concatenate(self._open, TokenSpans(*columns)), bool(text[-1])
+        self._label = int(ids[-1])
+        self._began = int(starts[-1])
+        self._sum = float(total[-1])
+
+        has_text = self._has_text[ids]
+        mean = (total / (ends - starts).clip(1)).astype(np.float32)  # an open run of blanks may have no frame
+        spans = TokenSpans(ids, starts, ends, mean).take(has_text)
+        return concatenate(self._open, spans), bool(has_text[-1])
 
 
 def concatenate(*several: TokenSpans) -> TokenSpans:
-    columns = zip(*((each.ids, each.starts, each.ends, each.confidence) for each in several), strict=True)
-    return TokenSpans(*map(np.concatenate, columns))
+    return TokenSpans(
+        np.concatenate([spans.ids for spans in several]),
+        np.concatenate([spans.starts for spans in several]),
+        np.concatenate([spans.ends for spans in several]),
+        np.concatenate([spans.confidence for spans in several]),
+    )

@@ -27,7 +27,8 @@ def prefixes(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     begins = np.concatenate([[0], np.cumsum(lengths)])
     values = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(np.uint64) + np.uint64(1)
     hashes = np.empty(len(values), dtype=np.uint64)
-    current, alive = np.zeros(len(texts), dtype=np.uint64), np.argsort(-lengths, kind="stable")
+    current = np.zeros(len(texts), dtype=np.uint64)
+    alive = np.argsort(-lengths, kind="stable")  # texts that are longer than the position, the longest first
     for position in range(int(lengths.max(initial=0))):
         alive = alive[: int(np.searchsorted(-lengths[alive], -position, side="left"))]
         at = begins[alive] + position

@@ -14,6 +14,13 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPECIAL = ("<unk>", "<s>", "</s>", "<pad>", "<blank>", "<blk>")
 
 
+def _encode(letters: str) -> bytes:
+    byte = _BYTE.fullmatch(letters)
+    if byte:  # a piece such as <0xE4> is that byte
+        return bytes([int(byte[1], 16)])
+    return letters.encode("utf-8", "surrogatepass")
+
+
 class Pieces:
     """The tokens of a vocabulary, as columns [V].
 
@@ -33,19 +40,16 @@ class Pieces:
             letters = [text.replace(WORD_START, "") for text in self.texts]
         else:
             opens = [text.startswith(separator) for text in self.texts]
-            letters = [text[len(separator):] if begins else text
-                       for text, begins in zip(self.texts, opens, strict=True)]
+            letters = [text.removeprefix(separator) for text in self.texts]
         self.opens = np.array(opens, dtype=bool) & ~np.array(special, dtype=bool)
         self.across = [text for text in letters if separator is not None and separator in text]
-        raw = []
-        for text, skip in zip(letters, special, strict=True):
-            byte = _BYTE.fullmatch(text)  # a piece such as <0xE4> is that byte
-            raw.append(b"" if skip else bytes([int(byte[1], 16)]) if byte else text.encode("utf-8", "surrogatepass"))
-        self.spoken = frozenset(text for text, skip in zip(self.texts, special, strict=True) if not skip)
-        self.letters = frozenset("".join(letter for letter, skip in zip(letters, special, strict=True) if not skip))
+        self.spoken = frozenset(text for text in self.texts if text not in _SPECIAL)
+        self.letters = frozenset("".join(text for text, is_special in zip(letters, special, strict=True)
+                                         if not is_special))
         self.any_letter = any(map(_BYTE.fullmatch, self.texts))
-        self.hash = hashing.hash_all(raw)
-        self.power = hashing.powers(np.array([len(text) for text in raw], dtype=np.int64))
+        encoded = [b"" if is_special else _encode(text) for text, is_special in zip(letters, special, strict=True)]
+        self.hash = hashing.hash_all(encoded)
+        self.power = hashing.powers(np.array([len(letters) for letters in encoded], dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.texts)

@@ -306,7 +306,8 @@ def spans_of(batch: Events, tokens: Sequence[np.ndarray], events: Sequence[np.nd
     mass = np.bincount(owner[alive], (probability * frames)[alive], minlength=len(token))
     run = np.bincount(owner[alive], frames[alive], minlength=len(token)).astype(np.int64)
     starts = batch.frame[event].astype(np.int64)
+    ends = starts + run
     confidence = (mass / run).astype(np.float32)
-    ends_of_transcripts = np.cumsum(sizes)
-    return [TokenSpans(token[part], starts[part], (starts + run)[part], confidence[part])
-            for part in map(slice, ends_of_transcripts - sizes, ends_of_transcripts)]
+    transcript_ends = np.cumsum(sizes)
+    return [TokenSpans(token[part], starts[part], ends[part], confidence[part])
+            for part in map(slice, transcript_ends - sizes, transcript_ends)]

@@ -11,25 +11,33 @@ from sbkit.decode.hotwords import DEFAULT_BOOST, check_no_text, normalise_phrase
 from sbkit.errors import SbkitError
 
 
-def hot_words(given: Sequence[str]) -> dict[str, float]:
+def hot_words(options: Sequence[str]) -> dict[str, float]:
     """Parse phrases with their boosts, from ``PHRASE``, ``PHRASE=BOOST`` and ``@FILE`` with such lines."""
-    check_no_text(given)
-    phrases: dict[str, float] = {}
-    for each in given:
-        lines = [each]
-        if each.startswith("@"):
-            try:
-                lines = [*filter(str.strip, Path(each[1:]).read_text(encoding="utf-8").splitlines())]
-            except (OSError, UnicodeDecodeError) as error:
-                raise SbkitError(f"{each[1:]} cannot be read: {error}") from error
-        for line in lines:
-            phrase, equals, value = line.rpartition("=")
-            try:
-                phrases[normalise_phrase(phrase if equals else line)] = float(value) if equals else DEFAULT_BOOST
-            except ValueError:
-                raise SbkitError(f"hot word {line!r}: the boost {value!r} is not a number",
-                                 hint="as in: Ada Lovelace=6") from None
-    return phrases
+    check_no_text(options)
+    lines = []
+    for option in options:
+        if not option.startswith("@"):
+            lines.append(option)
+            continue
+        path = option[1:]
+        try:
+            lines += filter(str.strip, Path(path).read_text(encoding="utf-8").splitlines())
+        except (OSError, UnicodeDecodeError) as error:
+            raise SbkitError(f"{path} cannot be read: {error}") from error
+
+    boosts: dict[str, float] = {}
+    for line in lines:
+        phrase, equals, value = line.rpartition("=")
+        if not equals:
+            boosts[normalise_phrase(line)] = DEFAULT_BOOST
+            continue
+        try:
+            boost = float(value)
+        except ValueError:
+            raise SbkitError(f"hot word {line!r}: the boost {value!r} is not a number",
+                             hint="as in: Ada Lovelace=6") from None
+        boosts[normalise_phrase(phrase)] = boost
+    return boosts
 
 
 def check_weight(options: Mapping[str, Any]) -> None:
@@ -58,8 +66,8 @@ class SearchRequest:
         """The options of the requested search; None without one."""
         options: dict[str, Any] = {"lm": self.lm, "lm_weight": self.lm_weight, "word_score": self.word_score,
                                    "beam": self.beam}
-        given = {name: value for name, value in options.items() if value is not None}
-        check_weight(given)
+        requested = {name: value for name, value in options.items() if value is not None}
+        check_weight(requested)
         if self.hot_words:
-            given["hot_words"] = hot_words(self.hot_words)
-        return given or None
+            requested["hot_words"] = hot_words(self.hot_words)
+        return requested or None

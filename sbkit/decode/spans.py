@@ -40,8 +40,8 @@ class TokenSpans:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def take(self, chosen: np.ndarray | slice) -> TokenSpans:
-        return TokenSpans(self.ids[chosen], self.starts[chosen], self.ends[chosen], self.confidence[chosen])
+    def take(self, rows: np.ndarray | slice) -> TokenSpans:
+        return TokenSpans(self.ids[rows], self.starts[rows], self.ends[rows], self.confidence[rows])
 
 
 @dataclass(frozen=True)
@@ -168,42 +168,45 @@ class Spelling:
 
         longest : a word's maximum length in frames: a token that begins later begins another word; None: no maximum
         """
-        found: list[WordTokens] = []
-        last_end, began, pause = 0, 0, self.pause
+        words: list[WordTokens] = []
+        last_end = 0
+        word_start = 0
+        pause = self.pause
         for i, token in enumerate(spans.ids.tolist()):
             if token in self.silent:
                 continue
             breaks = spans.starts[i] - last_end >= pause
-            breaks |= longest is not None and spans.starts[i] - began >= longest
+            breaks |= longest is not None and spans.starts[i] - word_start >= longest
             last_end = spans.ends[i]
             text = self.symbols[token]
-            # Without a separator each piece begins a word, unless it is a further byte of a character; with one, each
-            # part behind it does.
-            parts = [text.replace(WORD_START, "")] if self.separator is None else text.split(self.separator)
-            alone = self.separator is None and not _LATER_BYTE.fullmatch(text)
+            if self.separator is None:  # each piece is a word, unless it is a further byte of a character
+                parts = [text.replace(WORD_START, "")]
+                breaks |= not _LATER_BYTE.fullmatch(text)
+            else:  # each part behind a separator begins a word
+                parts = text.split(self.separator)
             for number, part in enumerate(parts):
-                if alone or number or not found or breaks:
-                    clean = not found or i not in found[-1].tokens
+                if number > 0 or not words or breaks:
+                    clean = not words or i not in words[-1].tokens
                     if clean:
-                        began = spans.starts[i]
-                    found.append(WordTokens(i, clean, [], []))
+                        word_start = spans.starts[i]
+                    words.append(WordTokens(i, clean, [], []))
                 if part:
-                    found[-1].parts.append(part)
-                    found[-1].tokens.append(i)
-        return found
+                    words[-1].parts.append(part)
+                    words[-1].tokens.append(i)
+        return words
 
     def write(self, groups: Sequence[WordTokens], spans: TokenSpans, start: float = 0.0) -> list[Word]:
         """Write groups of tokens as words with times, in whole milliseconds, and confidences."""
-        curve = np.transpose(self.reliability)
+        lowest_confidences, word_confidences = np.transpose(self.reliability)
         return [
             Word(
-                text=_BYTES.sub(lambda found: bytes.fromhex(re.sub("<0x|>", "", found[0])).decode(errors="replace"),
-                                "".join(parts)),
-                start=round(start + self.frame_seconds * int(spans.starts[tokens[0]]), 3),
-                end=round(start + self.frame_seconds * int(spans.ends[tokens[-1]]), 3),
-                confidence=float(np.interp(spans.confidence[tokens].min(), *curve)),
+                text=_BYTES.sub(_decode_bytes, "".join(group.parts)),
+                start=round(start + self.frame_seconds * int(spans.starts[group.tokens[0]]), 3),
+                end=round(start + self.frame_seconds * int(spans.ends[group.tokens[-1]]), 3),
+                confidence=float(np.interp(spans.confidence[group.tokens].min(), lowest_confidences,
+                                           word_confidences)),
             )
-            for _, _, parts, tokens in groups if parts
+            for group in groups if group.parts
         ]
 
     def after_pause(self, end: int) -> int:
@@ -222,6 +225,11 @@ class Spelling:
             raise SbkitError(f"the model's output for frame {wrong[0]} of a piece of a stream is not a number",
                              hint="are the samples numbers? otherwise the model's weights may be damaged")
         refuse_scores(best)
+
+
+def _decode_bytes(match: re.Match[str]) -> str:
+    """The characters of bytes such as ``<0xC3><0xA4>``."""
+    return bytes.fromhex(re.sub("<0x|>", "", match[0])).decode(errors="replace")
 
 
 def check_shapes(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> None:

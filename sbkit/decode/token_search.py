@@ -88,14 +88,21 @@ class TokenSearch(ABC):
         if not width > 0 or not token_threshold < 0:
             raise SbkitError(f"beam search: width is {width} and token_threshold {token_threshold}",
                              hint="width must be above 0 and token_threshold below, such as 12 and -7")
-        self.lm, self.lexicon = lm or None, lexicon or None
-        self.beam, self.token_beam, self.token_threshold = beam, token_beam, float(token_threshold)
-        self.width, self.nbest = float(width), nbest
+        self.lm = lm or None
+        self.lexicon = lexicon or None
+        self.beam = beam
+        self.token_beam = token_beam
+        self.token_threshold = float(token_threshold)
+        self.width = float(width)
+        self.nbest = nbest
         if word_score is None:  # compensates the language model's penalty on each word
             word_score = FusionWeights.word if self.lm else 0.0
         self.weights = FusionWeights(float(lm_weight), float(word_score), float(unknown_score))
         self.hot_words = HotWords(phrase_boosts(hot_words, hot_boost))
-        self.unit, self.blank_id, self.separator, self.workers = unit, blank_id, separator, workers
+        self.unit = unit
+        self.blank_id = blank_id
+        self.separator = separator
+        self.workers = workers
         self.model_spelling: Spelling | None = None
         self._tokenizer = tokenizer
         self._pool: ProcessPoolExecutor | None = None
@@ -137,26 +144,31 @@ class TokenSearch(ABC):
                weights: FusionWeights | None = None) -> list[list[Hypothesis]]:
         """Run the second half of :meth:`decode` on the result of :meth:`events`, optionally with other weights."""
         weights = weights or self.weights
-        parts = max(self.workers + 1, -(-len(batch) // MAX_BATCH))
-        cuts = np.linspace(0, len(batch), min(len(batch), parts) + 1).astype(int).tolist()
-        batches = [batch.part(start, stop) for start, stop in pairwise(cuts)]
-        if not self.workers or len(batches) <= 1:
-            found = [self._search(each, weights) for each in batches]
-        else:  # the first part in this process and the others in worker processes
-            if self._pool is None:
-                self.load()  # so that errors are raised once, in this process
-                # Spawned, because a fork of a process with threads and a device may hang.
-                with helper_process.without_working_directory():
-                    self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _init_worker, (self,))
-            try:
-                with helper_process.without_working_directory():
-                    futures = [self._pool.submit(_search_part, part, weights) for part in batches[1:]]
-                found = [self._search(batches[0], weights), *(future.result() for future in futures)]
-            except BrokenProcessPool as error:
-                self.close()
-                raise SbkitError("a worker process of the beam search died",
-                                 hint="is there enough memory? use fewer workers") from error
-        return [hypotheses for part in found for hypotheses in part]
+        count = max(self.workers + 1, math.ceil(len(batch) / MAX_BATCH))
+        cuts = np.linspace(0, len(batch), min(len(batch), count) + 1).astype(int).tolist()
+        parts = [batch.part(start, stop) for start, stop in pairwise(cuts)]
+        if self.workers and len(parts) > 1:
+            results = self._search_in_processes(parts, weights)
+        else:
+            results = [self._search(part, weights) for part in parts]
+        return [hypotheses for result in results for hypotheses in result]
+
+    def _search_in_processes(self, parts: Sequence[Any],  # as above
+                             weights: FusionWeights) -> list[list[list[Hypothesis]]]:
+        """Search the first part in this process and the others in worker processes."""
+        if self._pool is None:
+            self.load()  # so that errors are raised once, in this process
+            # Spawned, because a fork of a process with threads and a device may hang.
+            with helper_process.without_working_directory():
+                self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _init_worker, (self,))
+        try:
+            with helper_process.without_working_directory():
+                futures = [self._pool.submit(_search_part, part, weights) for part in parts[1:]]
+            return [self._search(parts[0], weights), *(future.result() for future in futures)]
+        except BrokenProcessPool as error:
+            self.close()
+            raise SbkitError("a worker process of the beam search died",
+                             hint="is there enough memory? use fewer workers") from error
 
     def spelling(self, frame_seconds: float) -> Spelling:
         """Return how the search's own tokens are written, for :meth:`stream` and for a transcript's words."""
@@ -184,8 +196,8 @@ class TokenSearch(ABC):
     def pieces(self) -> Pieces:
         if self._tokenizer is None:
             raise SbkitError("the beam search has no tokenizer", hint="give it one: tokenizer: !ref <tokenizer>")
-        listed = self._tokenizer.pieces() if hasattr(self._tokenizer, "pieces") else self._tokenizer
-        return Pieces(listed, self.separator)
+        pieces = self._tokenizer.pieces() if hasattr(self._tokenizer, "pieces") else self._tokenizer
+        return Pieces(pieces, self.separator)
 
     @cached_property
     def _silent(self) -> frozenset[int]:
@@ -194,7 +206,9 @@ class TokenSearch(ABC):
     @cached_property
     def fusion(self) -> Fusion:
         """Language model, lexicon and hot words, checked against the tokens."""
-        pieces, model, per_piece = self.pieces, None, False
+        pieces = self.pieces
+        model = None
+        per_piece = False
         if self.lm is not None:
             model = arpa.read(self.lm)
             per_piece = language_models.unit_of(model, pieces, self.unit, str(self.lm)) == "piece"
@@ -202,33 +216,36 @@ class TokenSearch(ABC):
             if not pieces.spells(word):
                 raise SbkitError(f"the hot word {word!r} can't be spelled with this model's tokens",
                                  hint="write it as in the transcripts")
-        words: list[str] | None = None
-        if self.lexicon is not None:
-            name, listed = "the lexicon", self.lexicon
-            if isinstance(listed, (str, Path)):
-                name = str(listed)
-                listed = [line.split()[0] for line in language_models.read_texts([listed]) if line]
-            words = list(dict.fromkeys(listed))
-            spelled = sum(map(pieces.spells, words))
-            if spelled * 2 <= len(words):
-                raise SbkitError(f"{name}: {len(words) - spelled} of its {len(words)} words can't be spelled with this "
-                                 "model's tokens", hint="write them as in the transcripts, one per line")
-        return Fusion(pieces, model, words, self.hot_words, per_piece)
+        lexicon = None if self.lexicon is None else self._read_lexicon(self.lexicon)
+        return Fusion(pieces, model, lexicon, self.hot_words, per_piece)
+
+    def _read_lexicon(self, lexicon: str | Path | Sequence[str]) -> list[str]:
+        """Return the distinct words of a file or list, most of which the tokens must be able to spell."""
+        name = "the lexicon"
+        if isinstance(lexicon, (str, Path)):
+            name = str(lexicon)
+            lexicon = [line.split()[0] for line in language_models.read_texts([lexicon]) if line]
+        words = list(dict.fromkeys(lexicon))
+        spelled = sum(map(self.pieces.spells, words))
+        if spelled * 2 <= len(words):
+            raise SbkitError(f"{name}: {len(words) - spelled} of its {len(words)} words can't be spelled with this "
+                             "model's tokens", hint="write them as in the transcripts, one per line")
+        return words
 
     # ---------------------------------------------------------------- search
 
     def _search(self, batch: Any,  # as above
                 weights: FusionWeights) -> list[list[Hypothesis]]:
         # With a model over pieces, several spellings of a transcript can be found; only the best is kept.
-        found = self._search_spans(batch, weights, self.nbest if not self.fusion.per_piece else 2 * self.nbest)
-        result = []
-        for hypotheses in found:
-            unique: dict[str, Hypothesis] = {}
-            for each, spans in hypotheses:
+        nbest = 2 * self.nbest if self.fusion.per_piece else self.nbest
+        results = []
+        for hypotheses in self._search_spans(batch, weights, nbest):
+            best_by_text: dict[str, Hypothesis] = {}
+            for hypothesis, spans in hypotheses:
                 text = self._text(spans)
-                unique.setdefault(text, Hypothesis(text, each.score, each.acoustic, spans))
-            result.append(list(unique.values())[:self.nbest])
-        return result
+                best_by_text.setdefault(text, Hypothesis(text, hypothesis.score, hypothesis.acoustic, spans))
+            results.append(list(best_by_text.values())[:self.nbest])
+        return results
 
     def _text(self, spans: TokenSpans) -> str:
         spelling = self.model_spelling or replace(self.spelling(1.0), pause_seconds=math.inf)

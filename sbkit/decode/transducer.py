@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,8 +42,11 @@ class GraphJoint(Joint):
 
     def __init__(self, decoder: Callable[[np.ndarray], np.ndarray],
                  joiner: Callable[[np.ndarray, np.ndarray], np.ndarray], vocabulary: int, context: int, blank: int):
-        self._decoder, self._joiner, self._vocabulary = decoder, joiner, vocabulary
-        self.context, self.blank = context, blank
+        self._decoder = decoder
+        self._joiner = joiner
+        self._vocabulary = vocabulary
+        self.context = context
+        self.blank = blank
 
     def predict(self, tokens: np.ndarray) -> np.ndarray:
         return self._decoder(tokens)
@@ -53,8 +57,16 @@ class GraphJoint(Joint):
             raise SbkitError(f"the joiner outputs {list(scores.shape)} for {len(encoded)} frames and "
                              f"{self._vocabulary} tokens", hint="do its files come from the same export?")
         scores = scores - scores.max(-1, keepdims=True)
-        found: np.ndarray = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-        return found
+        log_probs: np.ndarray = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+        return log_probs
+
+
+class _Emission(NamedTuple):
+    """A token, the frame in which it was output, and its probability there."""
+
+    token: int
+    frame: int
+    prob: float
 
 
 class TransducerSearch:
@@ -73,29 +85,31 @@ class TransducerSearch:
 
     def feed(self, encoded: Sequence[np.ndarray]) -> list[TokenSpans]:
         """Decode the next states [T, J] of each; returns their tokens, with frames counted from the first one."""
-        found: list[list[tuple[int, int, float]]] = [[] for _ in encoded]
-        lengths = np.array([len(each) for each in encoded], np.int64)
+        emissions: list[list[_Emission]] = [[] for _ in encoded]
+        lengths = np.array([len(states) for states in encoded], np.int64)
         for frame in range(int(lengths.max(initial=0))):
-            rows = np.flatnonzero(lengths > frame)
+            rows = np.flatnonzero(lengths > frame)  # of utterances that are still in this frame
             states = np.stack([encoded[row][frame] for row in rows.tolist()])
             for _ in range(MAX_TOKENS_PER_FRAME):
                 log_probs = self.joint.join(states, self._predicted[rows])
                 best = log_probs.argmax(-1)
-                probability = np.take_along_axis(log_probs, best[:, None], -1)[:, 0]
-                if not np.isfinite(probability).all():
+                best_log_prob = np.take_along_axis(log_probs, best[:, None], -1)[:, 0]
+                if not np.isfinite(best_log_prob).all():
                     raise not_a_number()
-                emitted = np.flatnonzero(best != self.joint.blank)
-                if not len(emitted):
+                emits = best != self.joint.blank
+                if not emits.any():
                     break
-                rows, states, best = rows[emitted], states[emitted], best[emitted]
-                for row, token, each in zip(rows, best.tolist(), probability[emitted].tolist(), strict=True):
-                    found[row].append((token, int(self._frames[row]) + frame, float(np.exp(each))))
-                self._last[rows] = np.concatenate([self._last[rows, 1:], best[:, None]], 1)
+                rows = rows[emits]
+                states = states[emits]
+                tokens = best[emits]
+                for row, token, log_prob in zip(rows, tokens.tolist(), best_log_prob[emits].tolist(), strict=True):
+                    emissions[row].append(_Emission(token, int(self._frames[row]) + frame, float(np.exp(log_prob))))
+                self._last[rows] = np.concatenate([self._last[rows, 1:], tokens[:, None]], 1)
                 self._predicted[rows] = self.joint.predict(self._last[rows])
         self._frames += lengths
-        columns = (zip(*each, strict=True) if each else ((), (), ()) for each in found)
-        return [spans_of(np.array(ids, np.int64), np.array(frames, np.int64), np.array(probs))
-                for ids, frames, probs in columns]
+        return [spans_of(np.array([emission.token for emission in utterance], np.int64),
+                         np.array([emission.frame for emission in utterance], np.int64),
+                         np.array([emission.prob for emission in utterance])) for utterance in emissions]
 
 
 class TransducerStream(SettlingStream):
