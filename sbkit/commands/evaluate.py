@@ -53,7 +53,8 @@ def add(parser: argparse.ArgumentParser) -> None:
                              "320,640,1280,whole")
     parser.add_argument("--behaviour", action="store_true",
                         help="also try a recogniser on what a test set doesn't have: silence of all kinds, noise, "
-                             "telephones, cut and joined speech; --max behaviour.silence=1 limits words a minute")
+                             "telephones, cut and joined speech; --max behaviour.silence=1 limits hallucinated words "
+                             "per minute")
     parser.add_argument("--recogniser", metavar="BUNDLE",
                         help="a recogniser's bundle, which transcribes the output of a codec or a voice")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU, if there is one)")

@@ -17,7 +17,7 @@ from sbkit.data import publish
 from sbkit.errors import SbkitError
 
 NOT_BETTER = 1  # exit code
-#: Words a minute on silence that a model may write, unless it wrote as many before.
+#: Hallucinated words per minute on non-speech that a model may write, unless it wrote as many before.
 MAX_SILENCE = 1.0
 SAME_LENGTH = 0.06  # seconds
 
@@ -233,13 +233,13 @@ def run(args: argparse.Namespace) -> int:
     if old.is_worse(now):
         why_not.append(f"{old.describe(now)}: a larger --replay keeps more of it")
     if silence[1] > max(MAX_SILENCE, silence[0]):
-        why_not.append(f"it writes {silence[1]:.1f} words a minute where nobody speaks: train with nonspeech")
+        why_not.append(f"it writes {silence[1]:.1f} hallucinated words per minute on non-speech: train with nonspeech")
     low, high = old.interval
     print(table(["", "before", "after", ""], [
         ["new test, WER %", f"{of_new.rate_a:.2f}", f"{of_new.rate_b:.2f}", str(of_new)],
         [f"old test, {old.metric} %", f"{old.before:.2f} ({low:.2f} to {high:.2f})", f"{now:.2f}",
          "worse" if old.is_worse(now) else "not worse"],
-        ["silence, words a minute", *(f"{each:.1f}" for each in silence), ""]]))
+        ["non-speech, words per minute", *(f"{each:.1f}" for each in silence), ""]]))
     print(f"what changed, to hear: {page}")
     if why_not:
         print(f"not published, {args.to} is as it was:", *why_not, sep="\n  ", file=sys.stderr)

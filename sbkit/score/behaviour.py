@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,10 +19,13 @@ from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Table
 from sbkit.score.significance import interval
 
-#: Of silence, root mean square in decibels below full scale.
+#: Of non-speech, root mean square in decibels below full scale.
 LEVELS = (-20, -45, -80)
-#: Seconds of each recording of silence, and how many there are of each kind at each level, in full and in short.
-SECONDS, TIMES, SHORT_SECONDS = 10.0, 3, 3.0
+#: Seconds of each recording of non-speech, in full and in short.
+SECONDS = 10.0
+SHORT_SECONDS = 3.0
+#: Recordings of each kind of non-speech at each level.
+TIMES = 3
 _SNRS = (20, 10, 5, 0, -5)
 _SPEEDS = (0.8, 0.9, 1.1, 1.2)
 _WORST = 10  # recordings of the user's noises that are named
@@ -84,37 +87,41 @@ def _sound(kind: str, rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
 def silences(rate: int, seconds: float = SECONDS, times: int = TIMES, seed: int = 0) -> list[BatteryClip]:
     """Make recordings in which nobody speaks: of each kind at each level in turn."""
     time = np.arange(1, round(seconds * rate) + 1) / rate
-    found = []
+    clips = []
     for turn in range(times):
-        found.append(BatteryClip(ZEROS, None, np.zeros(len(time), np.float32)))
+        clips.append(BatteryClip(ZEROS, None, np.zeros(len(time), np.float32)))
         sounds = {kind: _sound(kind, np.random.default_rng([seed, turn, number]), time)
                   for number, kind in enumerate(SILENCES)}
         for level, (kind, sound) in itertools.product(LEVELS, sounds.items()):
-            louder = 10 ** (level / 20) / (np.sqrt(np.mean(sound ** 2)) + 1e-12)
-            found.append(BatteryClip(kind, level, np.clip(louder * sound, -1, 1).astype(np.float32)))
-    return found
+            gain = 10 ** (level / 20) / (np.sqrt(np.mean(sound ** 2)) + 1e-12)
+            clips.append(BatteryClip(kind, level, np.clip(gain * sound, -1, 1).astype(np.float32)))
+    return clips
 
 
 def speeches(clips: Sequence[tuple[np.ndarray, str]], rate: int, seed: int = 0) -> list[BatteryClip]:
     """Make what may happen to utterances: waveforms [S] float32, and their texts."""
-    found = []
+    battery = []
     telephone = ApplyCodec(["ulaw"], prob=1.0, sample_rate=rate)
     for number, (signal, text) in enumerate(clips):
         rng = np.random.default_rng([seed, number])
-        other, said = clips[(number + 1) % len(clips)]
+        next_signal, next_text = clips[(number + 1) % len(clips)]
         room = 1e-4 * rng.standard_normal(round(_PAUSE * rate)).astype(np.float32)
-        tenth = len(signal) // 10  # is cut
+        cut = len(signal) // 10
         noise = rng.standard_normal(len(signal)).astype(np.float32)
         changed = {
-            "as recorded": signal, "in a quiet room": np.concatenate([room, signal, room]),
-            "half as loud": signal / 2, "twice as loud": np.clip(2 * signal, -1, 1),
-            "telephone": telephone(signal, rng), "cut at the start": signal[tenth:],
-            "cut at the end": signal[:-tenth or None],
+            "as recorded": signal,
+            "in a quiet room": np.concatenate([room, signal, room]),
+            "half as loud": signal / 2,
+            "twice as loud": np.clip(2 * signal, -1, 1),
+            "telephone": telephone(signal, rng),
+            "cut at the start": signal[cut:],
+            "cut at the end": signal[:len(signal) - cut],
             **{f"noise {ratio} dB": add_noise(signal, noise, ratio) for ratio in _SNRS},
-            **{f"speed {speed:g}": resample(signal, round(rate * speed), rate) for speed in _SPEEDS}}
-        found += [BatteryClip(name, None, each.astype(np.float32), text) for name, each in changed.items()]
-        found.append(BatteryClip("joined", None, np.concatenate([signal, other]), f"{text} {said}"))
-    return found
+            **{f"speed {speed:g}": resample(signal, round(rate * speed), rate) for speed in _SPEEDS},
+        }
+        battery += [BatteryClip(name, None, sound.astype(np.float32), text) for name, sound in changed.items()]
+        battery.append(BatteryClip("joined", None, np.concatenate([signal, next_signal]), f"{text} {next_text}"))
+    return battery
 
 
 @dataclass
@@ -130,54 +137,87 @@ class Behaviour:
 
         how : the search, for a remark
         """
-        silent: dict[str, dict[int | None, list[float]]] = {}  # of each kind at each level: words, minutes
+        silent: dict[str, dict[int | None, _WordCount]] = {}  # of each kind at each level
         spoken: dict[str, ErrorRates] = {}
         for number, (trial, written) in enumerate(zip(trials, texts, strict=False)):
             if trial.reference:
                 spoken.setdefault(trial.name, ErrorRates("word")).add([str(number)], [trial.reference], [written])
             else:
-                found = silent.setdefault(trial.name, {}).setdefault(trial.level, [0.0, 0.0])
-                found[0] += len(written.split())
-                found[1] += len(trial.signal) / rate / 60
-        figures: dict[str, float] = {}
-        rows = []
-        for kind, levels in silent.items():
-            words, minutes = np.sum(list(levels.values()), 0)
-            figures[f"behaviour.{kind.replace(' ', '_')}"] = float(words / minutes)
-            cells = ["" if level not in levels else f"{levels[level][0] / levels[level][1]:.1f}" for level in LEVELS]
-            rows.append([kind, *cells, f"{words / minutes:.1f}", _range(words, minutes)])
-        words, minutes = np.sum([each for levels in silent.values() for each in levels.values()], 0)
-        figures = {SILENCE: float(words / minutes), **figures}
-        rows.append(["all", "", "", "", f"{words / minutes:.1f}", _range(words, minutes)])
-        tables = [Table("Words a minute where nobody speaks", [
-            "sound", *(f"at {level} dB" for level in LEVELS), "on average", "95 % interval"], rows,
-            f"{minutes:.1f} minutes of sounds that training never draws, made from a seed{how}. 0 is right.")]
+                count = silent.setdefault(trial.name, {}).setdefault(trial.level, _WordCount())
+                count.words += len(written.split())
+                count.minutes += len(trial.signal) / rate / 60
+        non_speech, figures = _non_speech_table(silent, how)
+        tables = [non_speech]
         if spoken:
-            rows = []
-            for name, rates in spoken.items():
-                figures[f"behaviour.{name.replace(' ', '_')}"] = rates.rate
-                low, high = interval(rates)
-                rows.append([name, f"{rates.rate:.2f}", f"{low:.2f} to {high:.2f}"])
-            count = len(next(iter(spoken.values())))
-            tables.append(Table("The same utterances, changed", ["speech", "WER %", "95 % interval"], rows,
-                                f"{count} utterances of the test set{how}."))
+            speech, speech_figures = _speech_table(spoken, how)
+            tables.append(speech)
+            figures |= speech_figures
         return cls(tables, figures)
 
 
+@dataclass
+class _WordCount:
+    """Words that were written for recordings of non-speech."""
+
+    words: float = 0.0
+    minutes: float = 0.0
+
+    @classmethod
+    def total(cls, counts: Iterable[_WordCount]) -> _WordCount:
+        words, minutes = np.sum([(count.words, count.minutes) for count in counts], 0)
+        return cls(float(words), float(minutes))
+
+    @property
+    def rate(self) -> float:
+        return self.words / self.minutes
+
+
+def _non_speech_table(counts: Mapping[str, Mapping[int | None, _WordCount]], how: str
+                      ) -> tuple[Table, dict[str, float]]:
+    """The table of the words that were written for each kind of non-speech at each level, and its figures."""
+    total = _WordCount.total(count for levels in counts.values() for count in levels.values())
+    figures = {SILENCE: total.rate}
+    rows = []
+    for kind, levels in counts.items():
+        of_kind = _WordCount.total(levels.values())
+        figures[f"behaviour.{kind.replace(' ', '_')}"] = of_kind.rate
+        cells = [f"{levels[level].rate:.1f}" if level in levels else "" for level in LEVELS]
+        rows.append([kind, *cells, f"{of_kind.rate:.1f}", _range(of_kind)])
+    rows.append(["all", *("" for _ in LEVELS), f"{total.rate:.1f}", _range(total)])
+    columns = ["sound", *(f"at {level} dB" for level in LEVELS), "mean", "95 % interval"]
+    remark = f"{total.minutes:.1f} minutes of sounds that training never draws, made from a seed{how}. 0 is right."
+    return Table("Hallucinated words per minute on non-speech", columns, rows, remark), figures
+
+
+def _speech_table(rates_by_change: Mapping[str, ErrorRates], how: str) -> tuple[Table, dict[str, float]]:
+    """The table of the error rates of changed utterances, and its figures."""
+    figures = {}
+    rows = []
+    for name, rates in rates_by_change.items():
+        figures[f"behaviour.{name.replace(' ', '_')}"] = rates.rate
+        low, high = interval(rates)
+        rows.append([name, f"{rates.rate:.2f}", f"{low:.2f} to {high:.2f}"])
+    count = len(next(iter(rates_by_change.values())))
+    return Table("The same utterances, changed", ["speech", "WER %", "95 % interval"], rows,
+                 f"{count} utterances of the test set{how}."), figures
+
+
 def words_in_noises(paths: Sequence[str], seconds: Sequence[float], texts: Sequence[str]) -> Table | None:
-    """List the recordings of the user's noises for which most words a minute were written; None without any."""
+    """List the recordings of the user's noises with the most hallucinated words per minute; None without any."""
     counts = [60 * len(text.split()) / length for text, length in zip(texts, seconds, strict=True)]
     worst = [place for place in np.argsort(counts, kind="stable")[::-1].tolist() if counts[place]]
     if not worst:
         return None
-    return Table("Noises of nonspeech: folder in which the model hears words", ["recording", "words a minute", "text"],
+    return Table("Noises of nonspeech: folder for which the model writes words",
+                 ["recording", "words per minute", "text"],
                  [[paths[place], f"{counts[place]:.1f}", texts[place]] for place in worst[:_WORST]],
-                 f"{len(worst)} of {len(paths)} that were tried, the worst first. Take out those in which "
-                 "somebody speaks: training on them teaches to write nothing for speech.")
+                 f"{len(worst)} of {len(paths)} that were tried, the worst first. Remove those with speech: with them, "
+                 "a model learns to write nothing for speech.")
 
 
-def _range(words: float, minutes: float) -> str:
-    """Bounds of a rate of which so many events were counted in so many minutes (Wilson and Hilferty)."""
+def _range(count: _WordCount) -> str:
+    """The 95 % interval of a Poisson rate (Wilson and Hilferty)."""
+    words = count.words
     low = words * (1 - 1 / (9 * words) - 1.96 / (3 * math.sqrt(words))) ** 3 if words else 0.0
     high = (words + 1) * (1 - 1 / (9 * words + 9) + 1.96 / (3 * math.sqrt(words + 1))) ** 3
-    return f"{low / minutes:.1f} to {high / minutes:.1f}"
+    return f"{low / count.minutes:.1f} to {high / count.minutes:.1f}"

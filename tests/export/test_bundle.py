@@ -182,7 +182,8 @@ def test_its_readme_says_what_it_writes_where_nobody_speaks(made):
     """By the bundle's own model; the files' fingerprints are right all the same."""
     readme, config = (made / "README.md").read_text(), json.loads((made / "config.json").read_text())
     words = config["trained"]["behaviour"]["behaviour.silence"]
-    assert "## Words a minute where nobody speaks" in readme and re.search(rf"\| all \|.*\| {words:.1f} \|", readme)
+    assert "## Hallucinated words per minute on non-speech" in readme
+    assert re.search(rf"\| all \|.*\| {words:.1f} \|", readme)
     assert re.search(r"\| as recorded \| [\d.]+ \| [\d.]+ to [\d.]+ \| █* \|", readme)
     assert config["files"]["README.md"] == layout.fingerprint(made / "README.md")
 

@@ -327,7 +327,7 @@ def test_behaviour_is_tried_shown_and_gated(run, capsys):
     figures = facts["behaviour"]
     assert code == 1 and f"behaviour.silence is {figures['behaviour.silence']:.4g}, more than -1" in told
     assert "behaviour.hum is" not in told
-    for title in ("Words a minute where nobody speaks", "The same utterances, changed"):
+    for title in ("Hallucinated words per minute on non-speech", "The same utterances, changed"):
         assert title in shown and title in (run / "evaluations" / "beyond-best" / "report.html").read_text()
     assert {"behaviour.digital_zero", "behaviour.music", "behaviour.telephone"} <= set(figures)
     assert facts["utterances"] == 9, "the battery is no part of the test"

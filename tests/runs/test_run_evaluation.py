@@ -40,7 +40,7 @@ def test_noises_of_the_folder_are_tried_if_it_still_has_any(recordings, heard, t
         SimpleNamespace(keys=SimpleNamespace(nonspeech=NonSpeech(folder=str(folder)))),
         SimpleNamespace(searching=contextlib.nullcontext, all_rows=lambda: rows),
         Manifest(ids=[], wavs=[], texts=[], durations=[]), 1000)
-    listed = [row[0] for table in found.tables if "hears words" in table.title for row in table.rows]
+    listed = [row[0] for table in found.tables if "Noises of nonspeech" in table.title for row in table.rows]
     if heard is None:
         assert len(rows) == len(silences(1000, 0.5, 1)) + 100, "each is tried once"
     else:
