@@ -18,8 +18,11 @@ from sbkit.score.significance import RunComparison, bounds
 
 logger = logging.getLogger(__name__)
 
-MIN_SAMPLES, MAX_SAMPLES, MAX_SECONDS = 100, 1000, 20.0
-"""Bootstrap samples: fewer give no interval, and sampling ends after this many seconds."""
+MIN_SAMPLES = 100
+"""Fewer bootstrap samples give no interval."""
+MAX_SAMPLES = 1000
+MAX_SECONDS = 20.0
+"""Sampling ends after this time, with as many samples as there are."""
 
 
 @dataclass
@@ -65,36 +68,42 @@ def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]
             raise ValueError(f"it is {value}")
         return value
 
-    if not rows or metric.name not in (known := stats(rows)) or not math.isfinite(known[metric.name]):
+    if not rows:
         return None
-    found = MetricEstimate(metric.name, metric.lower_is_better, float(known[metric.name]), [row.id for row in rows])
-    end, rng = time.monotonic() + MAX_SECONDS, np.random.default_rng(0)
+    value = stats(rows).get(metric.name, math.nan)
+    if not math.isfinite(value):
+        return None
+    result = MetricEstimate(metric.name, metric.lower_is_better, float(value), [row.id for row in rows])
+    end = time.monotonic() + MAX_SECONDS
     try:
-        found.values = [value_of([row]) for row in rows]
+        result.values = [value_of([row]) for row in rows]
     except Exception as error:  # the task's own code, for values that a test doesn't need
         logger.debug("%s of one recording: %r", metric.name, error)
     try:
-        while len(found.drawn) < MAX_SAMPLES and time.monotonic() < end:
-            found.drawn.append(value_of([rows[i] for i in rng.integers(len(rows), size=len(rows))]))
+        rng = np.random.default_rng(0)
+        while len(result.drawn) < MAX_SAMPLES and time.monotonic() < end:
+            result.drawn.append(value_of([rows[i] for i in rng.integers(len(rows), size=len(rows))]))
     except Exception as error:
         logger.warning("The results have no interval for %s: stats fails on rows drawn at random (%s: %s)",
                        metric.name, type(error).__name__, error)
-        found.drawn = []
-    return found
+        result.drawn = []
+    return result
 
 
 def compare(a: MetricEstimate, b: MetricEstimate) -> RunComparison:
     """Test whether ``b`` differs from ``a`` on the same recordings, by a paired bootstrap."""
     if a.name != b.name:
         raise SbkitError(f"one run has {a.name}, the other {b.name}", hint="compare runs of the same task")
-    if alone := sorted(set(a.ids) ^ set(b.ids)):
-        raise SbkitError(f"{len(alone)} recordings were scored in one run only: {first_few(alone)}",
+    in_one_only = sorted(set(a.ids) ^ set(b.ids))
+    if in_one_only:
+        raise SbkitError(f"{len(in_one_only)} recordings were scored in one run only: {first_few(in_one_only)}",
                          hint="compare runs on the same corpus")
     pairs = min(len(a.drawn), len(b.drawn))
     if pairs < MIN_SAMPLES:
-        raise SbkitError(f"the results have too few samples of {a.name} to compare", hint="score both runs again "
-                                                                                           "(sbkit evaluate)")
+        raise SbkitError(f"the results have too few samples of {a.name} to compare",
+                         hint="score both runs again (sbkit evaluate)")
     difference = np.array(b.drawn[:pairs]) - np.array(a.drawn[:pairs])
+    low, high = bounds(difference)
     tail = min(np.count_nonzero(difference <= 0), np.count_nonzero(difference >= 0))
-    return RunComparison(a.value, b.value, *bounds(difference), min(1.0, 2 * (tail + 1) / (pairs + 1)), a.name,
-                         a.lower_is_better)
+    p_value = min(1.0, 2 * (tail + 1) / (pairs + 1))
+    return RunComparison(a.value, b.value, low, high, p_value, a.name, a.lower_is_better)

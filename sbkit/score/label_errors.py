@@ -17,11 +17,19 @@ from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, align
 from sbkit.score.rates import aligned
 from sbkit.system.console import table
 
-SILENCE, MORE_SPEECH, CUT, NOTHING_FITS, SPELLING, ONE_WORD, OTHER_WORDS = REASONS = (
-    "silence", "more speech", "cut off", "nothing fits", "other letters", "one word", "other words")
+SILENCE = "silence"
+MORE_SPEECH = "more speech"
+CUT = "cut off"
+NOTHING_FITS = "nothing fits"
+SPELLING = "other letters"
+ONE_WORD = "one word"
+OTHER_WORDS = "other words"
+REASONS = (SILENCE, MORE_SPEECH, CUT, NOTHING_FITS, SPELLING, ONE_WORD, OTHER_WORDS)
 #: Rows are dropped, or listed, while at most this share of them is expected to be right. Those with one wrong word have
 #: a limit of their own: the models' errors are like them, and among the demo's 12 to 18 % were right.
-_DROPPED, _ONE_WORD_DROPPED, _LISTED = 0.1, 0.25, 0.5
+_DROPPED = 0.1
+_ONE_WORD_DROPPED = 0.25
+_LISTED = 0.5
 #: What the list lacks, for whoever reads it.
 UNSEEN = ("Not all wrong labels are here: of single wrong words about two thirds, if a tenth of the labels have one, "
           "and none if few have. Hardly any of single words that are missing or too many, of words that the models "
@@ -84,47 +92,73 @@ def judge(scores: Sequence[LabelScore]) -> list[Verdict]:
     Because wrong labels count in these shares too, scores are too low rather than too high.
     """
     pairs = _aligned(scores)
-    inserted = _weights((word, step != EQUAL) for pair in pairs for step, _, word in pair)
+    inserted = _weights((heard, step != EQUAL) for pair in pairs for step, _, heard in pair)
     deleted = _weights((word, step != EQUAL) for pair in pairs for step, word, _ in pair)
-    places = [[list(place) for equal, place in itertools.groupby(pair, lambda step: step[0] == EQUAL) if not equal]
-              for pair in pairs]
-    single = [[(word, heard) for ((step, word, heard), *more) in each if step == SUBSTITUTION and not more]
-              for each in places]
-    alike = Counter(itertools.chain(*single))
-    found = []
-    for pair, each, several in zip(pairs, places, single, strict=True):
-        # Words that only one of the two has: any of the hypothesis, and those of the label's ends.
-        kept = [at for at, (step, *_) in enumerate(pair) if step != DELETION]
-        ends = pair[:kept[0]] + pair[kept[-1] + 1:] if kept else pair
-        found.append((
-            sum(inserted[word] for step, _, word in pair if word and step != EQUAL)
-            + sum(deleted[word] for _, word, _ in ends),
-            max((deleted[word] + inserted[heard] - np.log(alike[word, heard] * len(each)) for word, heard in several),
-                default=0.0)))
-    evidence = np.array(found).reshape(-1, 2)
-    whole, one = np.clip(np.minimum(evidence, [(score.margin, score.margin / 2) for score in scores] or 0), 0, None).T
-    shares, shares_of_one = expected_right(whole), expected_right(one)
-    unsuspected = [score.confidence for score, value in zip(scores, whole, strict=True) if not value]
+    places = [_differing_places(pair) for pair in pairs]
+    single = [_single_substitutions(places_of_row) for places_of_row in places]
+    substitution_counts = Counter(itertools.chain(*single))
+
+    # The first test: words that only one of the two has. The second: one word for another.
+    several_words = np.zeros(len(scores))
+    one_word = np.zeros(len(scores))
+    for i, pair in enumerate(pairs):
+        several_words[i] = sum(inserted[heard] for step, _, heard in pair if heard and step != EQUAL) \
+            + sum(deleted[word] for _, word, _ in _deleted_ends(pair))
+        for word, heard in single[i]:
+            evidence = deleted[word] + inserted[heard] - np.log(substitution_counts[word, heard] * len(places[i]))
+            one_word[i] = max(one_word[i], evidence)
+    margins = np.array([score.margin for score in scores])
+    several_words = np.clip(np.minimum(several_words, margins), 0, None)
+    one_word = np.clip(np.minimum(one_word, margins / 2), 0, None)
+
+    several_right = expected_right(several_words)
+    one_right = expected_right(one_word)
+    unsuspected = [score.confidence for score, value in zip(scores, several_words, strict=True) if value == 0]
     unsure = float(np.quantile(unsuspected, _RARELY)) if unsuspected else 0.0
-    return [Verdict(float(one[i]), float(shares_of_one[i]), ONE_WORD) if shares_of_one[i] < shares[i] else
-            Verdict(float(whole[i]), float(shares[i]), _reason(scores[i], pairs[i], unsure))
-            for i in range(len(scores))]
+    verdicts = []
+    for i, score in enumerate(scores):
+        if one_right[i] < several_right[i]:
+            verdicts.append(Verdict(float(one_word[i]), float(one_right[i]), ONE_WORD))
+        else:
+            reason = _reason(score, pairs[i], unsure)
+            verdicts.append(Verdict(float(several_words[i]), float(several_right[i]), reason))
+    return verdicts
 
 
-def expected_right(found: np.ndarray) -> np.ndarray:
+def _differing_places(pair: Sequence[_Step]) -> list[list[_Step]]:
+    """The stretches of an alignment between equal words."""
+    return [list(steps) for equal, steps in itertools.groupby(pair, lambda step: step[0] == EQUAL) if not equal]
+
+
+def _single_substitutions(places: Sequence[Sequence[_Step]]) -> list[tuple[str, str]]:
+    """The words of label and hypothesis at each place where one word stands for another."""
+    return [(place[0][1], place[0][2]) for place in places if len(place) == 1 and place[0][0] == SUBSTITUTION]
+
+
+def _deleted_ends(pair: list[_Step]) -> list[_Step]:
+    """The words before and after all that the hypothesis has."""
+    heard = [i for i, (step, *_) in enumerate(pair) if step != DELETION]
+    if not heard:
+        return pair
+    return pair[:heard[0]] + pair[heard[-1] + 1:]
+
+
+def expected_right(scores: np.ndarray) -> np.ndarray:
     """The expected share of right labels among the rows with each score [N] or more, as Benjamini and Hochberg do it:
     of N right labels, N exp(-s) have a score of s or more."""
-    order = np.argsort(-found, kind="stable")
-    shares = np.minimum(1, len(found) * np.exp(-found[order]) / np.arange(1, len(found) + 1))
-    result = np.empty(len(found))
+    order = np.argsort(-scores, kind="stable")
+    shares = np.minimum(1, len(scores) * np.exp(-scores[order]) / np.arange(1, len(scores) + 1))
+    result = np.empty(len(scores))
     result[order] = np.minimum.accumulate(shares[::-1])[::-1]
     return result
 
 
 def _aligned(scores: Sequence[LabelScore]) -> list[list[_Step]]:
     split = str.split if units(score.label for score in scores) == "word" else _characters
-    labels, hypotheses = [split(score.label) for score in scores], [split(score.hypothesis) for score in scores]
-    return [list(aligned(*row)) for row in zip(labels, hypotheses, align(labels, hypotheses), strict=True)]
+    labels = [split(score.label) for score in scores]
+    hypotheses = [split(score.hypothesis) for score in scores]
+    return [list(aligned(label, hypothesis, alignment))
+            for label, hypothesis, alignment in zip(labels, hypotheses, align(labels, hypotheses), strict=True)]
 
 
 def _characters(text: str) -> list[str]:
@@ -133,11 +167,12 @@ def _characters(text: str) -> list[str]:
 
 def _weights(words: Iterable[tuple[str, bool]]) -> dict[str, float]:
     """For each word, minus the logarithm of the share of its occurrences that are unmatched."""
-    every, unmatched = Counter[str](), Counter[str]()
-    for word, alone in words:
-        every[word] += 1
-        unmatched[word] += alone
-    return {word: float(np.log(every[word] / unmatched[word])) for word in unmatched if unmatched[word]}
+    occurrences = Counter[str]()
+    unmatched = Counter[str]()
+    for word, is_unmatched in words:
+        occurrences[word] += 1
+        unmatched[word] += is_unmatched
+    return {word: float(np.log(occurrences[word] / count)) for word, count in unmatched.items() if count}
 
 
 def _reason(score: LabelScore, pair: Sequence[_Step], unsure: float) -> str:
@@ -149,9 +184,9 @@ def _reason(score: LabelScore, pair: Sequence[_Step], unsure: float) -> str:
             return reason
     if score.confidence < unsure:
         return NOTHING_FITS
-    letters = Levenshtein.distance(score.label, score.hypothesis)
-    return SPELLING if 2 * letters < sum(max(map(len, words)) for step, *words in pair if step != EQUAL) \
-        else OTHER_WORDS
+    differing_letters = Levenshtein.distance(score.label, score.hypothesis)
+    letters = sum(max(len(word), len(heard)) for step, word, heard in pair if step != EQUAL)
+    return SPELLING if 2 * differing_letters < letters else OTHER_WORDS
 
 
 def _recognised(scores: Sequence[LabelScore]) -> tuple[float, float]:
@@ -178,18 +213,22 @@ def suspects(scores: Sequence[LabelScore], train: Manifest, corpus: str) -> list
 
     corpus : where the rows were read from
     """
-    place = {name: at for at, name in enumerate(train.ids)}
-    found = [Suspect(
-        score.id, DROP if verdict.expected_right <= (_ONE_WORD_DROPPED if verdict.reason == ONE_WORD else _DROPPED)
-        else KEEP, verdict.reason, verdict.score, verdict.expected_right, score.label, score.hypothesis, "",
-        train.wavs[place[score.id]], corpus)
-        for verdict, score in zip(judge(scores), scores, strict=True) if verdict.expected_right <= _LISTED]
-    return sorted(found, key=lambda row: (row.decision == KEEP, -row.score))
+    place = {name: i for i, name in enumerate(train.ids)}
+    rows = []
+    for verdict, score in zip(judge(scores), scores, strict=True):
+        if verdict.expected_right > _LISTED:
+            continue
+        limit = _ONE_WORD_DROPPED if verdict.reason == ONE_WORD else _DROPPED
+        decision = DROP if verdict.expected_right <= limit else KEEP
+        rows.append(Suspect(score.id, decision, verdict.reason, verdict.score, verdict.expected_right, score.label,
+                            score.hypothesis, "", train.wavs[place[score.id]], corpus))
+    return sorted(rows, key=lambda row: (row.decision == KEEP, -row.score))
 
 
-def summary(found: Sequence[Suspect], scores: Sequence[LabelScore], rows: int) -> str:
+def summary(suspected: Sequence[Suspect], scores: Sequence[LabelScore], rows: int) -> str:
     """Describe how many labels are probably wrong, by reason, and how many of those are expected to be right."""
-    dropped, scored = [row for row in found if row.decision != KEEP], len(scores)
+    dropped = [row for row in suspected if row.decision != KEEP]
+    scored = len(scores)
     notes = f"; {rows - scored:,} rows could not be read" if scored < rows else ""
     recognised, _ = _recognised(scores)
     if recognised < _WELL_RECOGNISED:
@@ -198,8 +237,12 @@ def summary(found: Sequence[Suspect], scores: Sequence[LabelScore], rows: int) -
     if not dropped:
         return f"none of {scored:,} labels is probably wrong{notes}"
     counts = Counter(row.reason for row in dropped)
-    right = sum(max((row.expected_right for row in dropped if (row.reason == ONE_WORD) == single), default=0.0)
-                * sum((row.reason == ONE_WORD) == single for row in dropped) for single in (False, True)) / len(dropped)
+    # Each kind of rows has its own expected share, which is that of its least certain row.
+    expected = 0.0
+    for of_one_word in (False, True):
+        shares = [row.expected_right for row in dropped if (row.reason == ONE_WORD) == of_one_word]
+        expected += max(shares, default=0.0) * len(shares)
+    right = expected / len(dropped)
     low = (1 - right) * len(dropped) / scored
     reasons = table(["reason", "labels"], [[name, counts[name]] for name in REASONS if counts[name]])
     return (f"{reasons}\n{len(dropped):,} of {scored:,} labels are probably wrong; at most {right:.0%} of these are "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,29 +51,37 @@ def rates(scores: np.ndarray, same: np.ndarray, p_target: float = P_TARGET, time
     targets, others = int(of_one.sum()), int((times - of_one).sum())
     if not targets or not others:
         return Rates(np.nan, np.nan, np.nan)
+
+    # Errors at each threshold: at first nothing is accepted, then all trials with each score or more.
     order = np.argsort(-scores, kind="stable")
-    thresholds, ends = np.asarray(scores, np.float64)[order], np.append(np.diff(scores[order]) != 0, True)
-    accepted, all_accepted = (np.concatenate([[0], np.cumsum(each[order])[ends]]) for each in (of_one, times))
-    missed, false = targets - accepted, all_accepted - accepted
-    thresholds = np.concatenate([[np.inf], thresholds[ends]])
-    cost = p_target * missed / targets + (1 - p_target) * false / others
+    is_last_of_score = np.append(np.diff(scores[order]) != 0, True)
+    thresholds = np.concatenate([[np.inf], np.asarray(scores, np.float64)[order][is_last_of_score]])
+    accepted = np.concatenate([[0], np.cumsum(times[order])[is_last_of_score]])
+    accepted_targets = np.concatenate([[0], np.cumsum(of_one[order])[is_last_of_score]])
+    misses = targets - accepted_targets
+    false_alarms = accepted - accepted_targets
+
     # The first with as many false alarms, never the one that accepts nothing. Counts compare exactly, and shares don't.
-    after = int(np.argmax(false * targets >= missed * others))
-    gaps = missed / targets - false / others
+    after = int(np.argmax(false_alarms * targets >= misses * others))
+    gaps = misses / targets - false_alarms / others
     share = gaps[after - 1] / (gaps[after - 1] - gaps[after])
-    return Rates(100 * float(false[after - 1] + share * (false[after] - false[after - 1])) / others,
-                 float(cost.min()) / min(p_target, 1 - p_target), float(thresholds[after]))
+    false_alarms_at_eer = false_alarms[after - 1] + share * (false_alarms[after] - false_alarms[after - 1])
+    cost = p_target * misses / targets + (1 - p_target) * false_alarms / others
+    return Rates(100 * float(false_alarms_at_eer) / others, float(cost.min()) / min(p_target, 1 - p_target),
+                 float(thresholds[after]))
 
 
 def all_pairs(speakers: Sequence[str]) -> Trials:
     """Make trials of all pairs of recordings ``[N]`` whose speakers are known; of at most ``MAX_RECORDINGS``, evenly
     spread."""
-    known = np.flatnonzero(np.array([bool(each) for each in speakers], bool))
-    if len(known) > MAX_RECORDINGS:
-        known = known[np.linspace(0, len(known) - 1, MAX_RECORDINGS).astype(int)]
-    first, second = (known[side] for side in np.triu_indices(len(known), 1))
-    names = np.unique(np.asarray(speakers, object).astype(str), return_inverse=True)[1]
-    return Trials(first, second, names[first] == names[second])
+    named = np.flatnonzero(np.array([bool(speaker) for speaker in speakers], bool))
+    if len(named) > MAX_RECORDINGS:
+        named = named[np.linspace(0, len(named) - 1, MAX_RECORDINGS).astype(int)]
+    rows, columns = np.triu_indices(len(named), 1)
+    first = named[rows]
+    second = named[columns]
+    _, speaker_ids = np.unique(np.asarray(speakers, object).astype(str), return_inverse=True)
+    return Trials(first, second, speaker_ids[first] == speaker_ids[second])
 
 
 def read_list(path: str | Path) -> list[tuple[bool, str, str]]:
@@ -82,7 +90,7 @@ def read_list(path: str | Path) -> list[tuple[bool, str, str]]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SbkitError(f"trials: {path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    found = []
+    trials = []
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words:
@@ -91,19 +99,22 @@ def read_list(path: str | Path) -> list[tuple[bool, str, str]]:
             raise SbkitError(f"trials: {path}, line {number} is {shown(line)}",
                              hint="expected 1 or 0 and two recordings: 1 id10270/x6uYqmx31kE/00001.wav "
                                   "id10270/8jEAjG6SegY/00008.wav")
-        found.append((words[0] == "1", words[1], words[2]))
-    if not found:
+        trials.append((words[0] == "1", words[1], words[2]))
+    if not trials:
         raise SbkitError(f"trials: {path} is empty")
-    return found
+    return trials
 
 
 def from_list(trials: Sequence[tuple[bool, str, str]], ids: Sequence[str]) -> tuple[Trials, int]:
     """Find the recordings of a list among ids, with or without a suffix; returns the trials that have both, and how
     many others there are."""
-    place: Mapping[str, int] = {name: number for number, name in enumerate(ids)}
+    place = {name: number for number, name in enumerate(ids)}
 
-    every = np.array([(*(place.get(name, place.get(name.rpartition(".")[0], -1)) for name in pair), same)
-                      for same, *pair in trials], int).reshape(-1, 3)
-    found = (every[:, :2] >= 0).all(1)
-    first, second, same = every[found].T
-    return Trials(first, second, same.astype(bool)), int((~found).sum())
+    def find(name: str) -> int:
+        return place.get(name, place.get(name.rpartition(".")[0], -1))
+
+    first = np.array([find(name) for _, name, _ in trials], int)
+    second = np.array([find(name) for _, _, name in trials], int)
+    same = np.array([same for same, _, _ in trials], bool)
+    has_both = (first >= 0) & (second >= 0)
+    return Trials(first[has_both], second[has_both], same[has_both]), int((~has_both).sum())
