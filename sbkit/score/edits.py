@@ -21,12 +21,20 @@ from rapidfuzz.process import cpdist
 Tokens = Sequence[str]
 
 UTF_32 = f"utf-32-{sys.byteorder[0]}e"
-EQUAL, INSERTION, DELETION, SUBSTITUTION = "=IDS"
-_INSERT, _DELETE, _DIAGONAL = 1, 2, 3
+EQUAL = "="
+INSERTION = "I"
+DELETION = "D"
+SUBSTITUTION = "S"
+# Steps as numbers: of several shortest paths, that with the smallest last step is preferred.
+_INSERT = 1
+_DELETE = 2
+_DIAGONAL = 3
 
 # A path through the table is encoded as one number: its edits, then its last step, then its substitutions. The
 # smallest number is that of the preferred path.
-_AN_EDIT, _A_STEP, _SUBSTITUTIONS = 1 << 34, 1 << 32, (1 << 32) - 1
+_AN_EDIT = 1 << 34
+_A_STEP = 1 << 32
+_SUBSTITUTIONS = (1 << 32) - 1
 _STEPS = 3 * _A_STEP
 _UNREACHABLE = 1 << 60
 
@@ -54,21 +62,31 @@ class EditCounts(NamedTuple):
 def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> EditCounts:
     """Count the edits that turn each reference into its hypothesis."""
     differ = bytes(map(ne, references, hypotheses))
-    refs, hyps = (list(compress(side, differ)) for side in (references, hypotheses))
+    differing_refs = list(compress(references, differ))
+    differing_hyps = list(compress(hypotheses, differ))
     parts = []
-    for start in range(0, len(refs), _AT_ONCE):
-        some: list[list[_Coded]] = [list(side[start:start + _AT_ONCE]) for side in (refs, hyps)]
-        longer = _lengths(some[1]) - _lengths(some[0])
-        # Rapidfuzz compares hashes: an empty word hashes like "\0", and other objects may have any hash. So anything
-        # but texts and words is numbered.
-        if not _are_strings(*some) and any("" in tokens or not set(map(type, tokens)) <= {str}
-                                           for side in some for tokens in side):
+    for start in range(0, len(differing_refs), _AT_ONCE):
+        refs: list[_Coded] = list(differing_refs[start:start + _AT_ONCE])
+        hyps: list[_Coded] = list(differing_hyps[start:start + _AT_ONCE])
+        longer = _lengths(hyps) - _lengths(refs)
+        if _must_be_numbered(refs, hyps):
             number = _Numbers().__getitem__
-            some = [[list(map(number, tokens)) for tokens in side] for side in some]
-        parts.append(_count(some[0], some[1], longer))
+            refs = [list(map(number, tokens)) for tokens in refs]
+            hyps = [list(map(number, tokens)) for tokens in hyps]
+        parts.append(_count(refs, hyps, longer))
     counts = np.zeros((3, len(differ)), dtype=np.int64)
-    counts[:, np.frombuffer(differ, bool)] = np.concatenate(parts, axis=1) if parts else 0
+    if parts:
+        counts[:, np.frombuffer(differ, bool)] = np.concatenate(parts, axis=1)
     return EditCounts(*counts)
+
+
+def _must_be_numbered(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> bool:
+    """Whether rapidfuzz can't compare the tokens, because it compares hashes: an empty word hashes like "\\0", and
+    objects other than texts may have any hash."""
+    if _are_strings(references, hypotheses):
+        return False
+    return any("" in tokens or not set(map(type, tokens)) <= {str} for side in (references, hypotheses)
+               for tokens in side)
 
 
 def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: np.ndarray) -> EditCounts:
@@ -80,25 +98,37 @@ def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: n
     unclear = np.flatnonzero(substitutions > 1)
     least = _distances(_pick(references, unclear), _pick(hypotheses, unclear), 2) - edits[unclear]
     unclear = unclear[least < substitutions[unclear]]
-    references, hypotheses = _pick(references, unclear), _pick(hypotheses, unclear)
-    if references:  # a common start goes: every preferred path follows the diagonal there (not so at a common end)
-        same = cpdist(references, hypotheses, scorer=Prefix.similarity, dtype=np.int64).tolist()
-        references, hypotheses = ([tokens[start:] for tokens, start in zip(side, same, strict=True)]
-                                  for side in (references, hypotheses))
-    order = np.argsort(_lengths(references), kind="stable")
-    at_once = max(1, _FRONT // max(map(len, references), default=1))
-    for start in range(0, len(order), at_once):
-        group = order[start:start + at_once]
-        which = unclear[group]
-        sides = _pick(references, group), _pick(hypotheses, group)
-        rows, columns = map(_lengths, sides)
-        # The substitutions in the preferred alignment, which has no more deletions and insertions than the edits allow.
-        for front in _fronts(*_encode(*sides), int((edits[which] - columns + rows).max() // 2),
-                             int((edits[which] + columns - rows).max() // 2)):
-            ending = np.flatnonzero(rows + columns == front.number)
-            substitutions[which[ending]] = front.substitutions[rows[ending] - front.cells.start, ending]
+    substitutions[unclear] = _preferred_substitutions(
+        _pick(references, unclear), _pick(hypotheses, unclear), edits[unclear])
     insertions = (edits - substitutions + longer) // 2
     return EditCounts(insertions, insertions - longer, substitutions)
+
+
+def _preferred_substitutions(references: list[_Coded], hypotheses: list[_Coded], edits: np.ndarray) -> np.ndarray:
+    """The substitutions in the preferred alignment of each pair, of which the number of edits [N] is known."""
+    substitutions = np.zeros(len(references), np.int64)
+    if not references:
+        return substitutions
+    # A common start goes: every preferred path follows the diagonal there (not so at a common end).
+    common = cpdist(references, hypotheses, scorer=Prefix.similarity, dtype=np.int64).tolist()
+    references = [tokens[start:] for tokens, start in zip(references, common, strict=True)]
+    hypotheses = [tokens[start:] for tokens, start in zip(hypotheses, common, strict=True)]
+
+    order = np.argsort(_lengths(references), kind="stable")
+    at_once = max(1, _FRONT // max(map(len, references)))
+    for start in range(0, len(order), at_once):
+        group = order[start:start + at_once]
+        group_refs = _pick(references, group)
+        group_hyps = _pick(hypotheses, group)
+        rows = _lengths(group_refs)
+        columns = _lengths(group_hyps)
+        # An alignment has no more deletions and insertions than the edits allow.
+        deletions = int((edits[group] - columns + rows).max() // 2)
+        insertions = int((edits[group] + columns - rows).max() // 2)
+        for front in _fronts(*_encode(group_refs, group_hyps), deletions, insertions):
+            ending = np.flatnonzero(rows + columns == front.number)
+            substitutions[group[ending]] = front.substitutions[rows[ending] - front.cells.start, ending]
+    return substitutions
 
 
 def _are_strings(*sides: Sequence[_Coded]) -> bool:
@@ -127,8 +157,8 @@ def align(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> list[st
     """
     alignments = [""] * len(references)
     for group in _groups(references, hypotheses):
-        found = _alignments(_pick(references, group), _pick(hypotheses, group))
-        for i, alignment in zip(group, found, strict=True):
+        group_alignments = _alignments(_pick(references, group), _pick(hypotheses, group))
+        for i, alignment in zip(group, group_alignments, strict=True):
             alignments[i] = alignment
     return alignments
 
@@ -145,11 +175,13 @@ def _groups(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Itera
     group: list[int] = []
     widest = 0
     for i in order:
-        rows, columns = len(references[i]) + 1, len(hypotheses[i]) + 1
+        rows = len(references[i]) + 1
+        columns = len(hypotheses[i]) + 1
         widest = max(widest, columns)
         if group and (len(group) + 1) * rows * (rows + widest) > CELLS:
             yield group
-            group, widest = [], columns
+            group = []
+            widest = columns
         group.append(i)
     if group:
         yield group
@@ -159,7 +191,8 @@ class _Numbers(dict[Hashable, int]):
     """Numbers the distinct tokens in order of appearance."""
 
     def __missing__(self, token: Hashable) -> int:
-        self[token] = number = len(self)
+        number = len(self)
+        self[token] = number
         return number
 
 
@@ -211,23 +244,33 @@ def _fronts(ref: np.ndarray, hyp: np.ndarray, deletions: int, insertions: int) -
         end = min(rows, number, (number + deletions) // 2) + 1
         if first >= end:
             return
-        now, before, earlier = number % 3, (number - 1) % 3, (number - 2) % 3
-        here, above = slice(first + 1, end + 1), slice(first, end)
+        # Three fronts are kept, in turn.
+        now = number % 3
+        before = (number - 1) % 3
+        earlier = (number - 2) % 3
+        here = slice(first + 1, end + 1)
+        above = slice(first, end)
+
         diagonal = paths[earlier, above] + _DIAGONAL * _A_STEP
-        low, high = max(first, 1), min(end, number)  # there are no diagonal steps into the first row and column
+        low = max(first, 1)  # there are no diagonal steps into the first row and column
+        high = min(end, number)
         differ = ref[low - 1:high - 1] != hyp[columns - number + low:columns - number + high]
         diagonal[low - first:high - first] += differ * (_AN_EDIT + 1)
         least = np.minimum(diagonal, paths[before, above] + (_AN_EDIT + _DELETE * _A_STEP))
         np.minimum(least, paths[before, here] + (_AN_EDIT + _INSERT * _A_STEP), out=least)
         paths[now, here] = least & ~_STEPS
-        paths[now, first] = paths[now, end + 1] = _UNREACHABLE  # the cells next to them hold values of an earlier front
+        # The cells next to them hold values of an earlier front.
+        paths[now, first] = _UNREACHABLE
+        paths[now, end + 1] = _UNREACHABLE
         yield _Front(number, above, least)
 
 
 def _alignments(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> list[str]:
     """The preferred alignment of each pair, from the table of steps, walked back for all pairs at once."""
-    i, j = (np.array([len(text) for text in side]) for side in (references, hypotheses))
-    batch, longest = len(i), i.max() + j.max()
+    i = np.array([len(tokens) for tokens in references])
+    j = np.array([len(tokens) for tokens in hypotheses])
+    batch = len(i)
+    longest = i.max() + j.max()
     table = np.zeros((longest + 1, i.max() + 1, batch), dtype=np.int8)
     ref, hyp = _encode(references, hypotheses)
     for front in _fronts(ref, hyp, len(ref), len(hyp)):
@@ -236,14 +279,15 @@ def _alignments(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> l
     names = np.frombuffer(b"\0IDS", dtype=np.uint8)
     active = np.flatnonzero(i + j)
     for back in range(longest - 1, -1, -1):
-        row, column = i[active], j[active]
-        step = table[row + column, row, active]
-        row, column = row - (step != _INSERT), column - (step != _DELETE)
+        step = table[i[active] + j[active], i[active], active]
+        row = i[active] - (step != _INSERT)
+        column = j[active] - (step != _DELETE)
         name = names[step]
         diagonal = np.flatnonzero(step == _DIAGONAL)
         same = ref[row[diagonal], active[diagonal]] == hyp[column[diagonal], active[diagonal]]
         name[diagonal[same]] = ord(EQUAL)
         steps[active, back] = name
-        i[active], j[active] = row, column
+        i[active] = row
+        j[active] = column
         active = active[(row + column) > 0]
     return [row.tobytes().lstrip(b"\0").decode() for row in steps]

@@ -122,10 +122,15 @@ def rates(chunk: int | None, references: Sequence[tuple[str, str]],
     """Score a test; ``references`` has the id and the reference of each utterance, none of them empty."""
     words = ErrorRates("word")
     words.add([name for name, _ in references], [reference for _, reference in references],
-              [one.text for one in transcripts])
-    latencies = np.array([each for one in transcripts for each in one.latencies])
-    final = sum(len(one.text.split()) for one in transcripts)
+              [transcript.text for transcript in transcripts])
+    latencies = np.array([latency for transcript in transcripts for latency in transcript.latencies])
+    last_words = sum(len(transcript.text.split()) for transcript in transcripts)
     return LiveRates(
-        chunk, words.rate, interval(words), float(latencies.mean()) if len(latencies) else None,
-        float(np.percentile(latencies, LATE)) if len(latencies) else None, len(latencies),
-        100 * sum(one.changed for one in transcripts) / max(1, final))
+        chunk=chunk,
+        WER=words.rate,
+        WER_interval=interval(words),
+        latency=float(latencies.mean()) if len(latencies) else None,
+        latency_p95=float(np.percentile(latencies, LATE)) if len(latencies) else None,
+        measured=len(latencies),
+        changed=100 * sum(transcript.changed for transcript in transcripts) / max(1, last_words),
+    )

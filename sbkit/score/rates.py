@@ -70,7 +70,9 @@ class ErrorRates:
 
     def _tokens(self, side: Sequence[str | Tokens | None]) -> list[Any]:
         words = [text.split() if isinstance(text, str) else text for text in side]
-        return words if self.unit == "word" else [each if each is None else _SPACE.join(each) for each in words]
+        if self.unit == "word":
+            return words
+        return [None if text is None else _SPACE.join(text) for text in words]
 
     @property
     def counts(self) -> EditCounts:
@@ -110,22 +112,22 @@ class ErrorRates:
 
     def alignments(self) -> list[str]:
         """Each utterance's alignment as steps ``=``, ``S``, ``D``, ``I`` (see ``edits.align``)."""
+        alignments = [EQUAL * len(reference) for reference in self.references]
         wrong = np.flatnonzero(self.edits).tolist()
-        references, hypotheses = self.references, self.hypotheses
-        found = [EQUAL * len(reference) for reference in references]
-        differing = align([references[i] for i in wrong], [hypotheses[i] for i in wrong])
+        differing = align([self.references[i] for i in wrong], [self.hypotheses[i] for i in wrong])
         for i, alignment in zip(wrong, differing, strict=True):
-            found[i] = alignment
-        return found
+            alignments[i] = alignment
+        return alignments
 
     def confusions(self, limit: int = 50) -> list[tuple[str, str, int]]:
         """Return the most frequent edits: reference and hypothesis, of which one may be empty, and their count."""
-        found: Counter[tuple[str, str]] = Counter()
-        for row in zip(self.references, self.hypotheses, self.alignments(), strict=True):
-            if set(row[-1]) != {EQUAL}:
-                found.update((ref, hyp) for step, ref, hyp in aligned(*row) if step != EQUAL)
-        ranked = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-        return [(*pair, times) for pair, times in ranked[:limit]]
+        counts: Counter[tuple[str, str]] = Counter()
+        for reference, hypothesis, alignment in zip(self.references, self.hypotheses, self.alignments(), strict=True):
+            if set(alignment) != {EQUAL}:
+                counts.update((ref, hyp) for step, ref, hyp in aligned(reference, hypothesis, alignment)
+                              if step != EQUAL)
+        ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        return [(ref, hyp, times) for (ref, hyp), times in ranked[:limit]]
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write wer_test.txt: the summary and every alignment in SpeechBrain's own format."""
@@ -145,7 +147,8 @@ def aligned(reference: Tokens, hypothesis: Tokens, alignment: str) -> Iterator[t
     for step in alignment:
         ref = "" if step == INSERTION else reference[i]
         hyp = "" if step == DELETION else hypothesis[j]
-        i, j = i + (step != INSERTION), j + (step != DELETION)
+        i += step != INSERTION
+        j += step != DELETION
         yield step, ref, hyp
 
 

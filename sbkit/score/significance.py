@@ -12,7 +12,8 @@ from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates, first_few
 
 NORMAL_FROM = 10_000  # utterances
-RESAMPLES, PAIRED_RESAMPLES = 2000, 10_000
+RESAMPLES = 2000
+PAIRED_RESAMPLES = 10_000
 _CONFIDENCE = 0.95
 #: Utterances that must differ for any difference to be significant: of the 2 ** N ways to draw their signs, two are as
 #: far off as if all of them were better.
@@ -35,7 +36,8 @@ def interval_of(edits: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
     For many utterances, which would take long to resample, the normal distribution of a ratio of sums is used.
     """
     if len(edits) > NORMAL_FROM:
-        rate, reach = 100 * float(edits.sum() / lengths.sum()), _normal_reach(edits, lengths)
+        rate = 100 * float(edits.sum() / lengths.sum())
+        reach = _normal_reach(edits, lengths)
         return max(0.0, rate - reach), rate + reach
     return bounds(_drawn_rates(edits, lengths, RESAMPLES))
 
@@ -77,13 +79,15 @@ class RunComparison:
 
     def __str__(self) -> str:
         """Describe the difference in one sentence."""
-        of = (f"{self.difference:+.2f} points of {self.name}" if self.name in RATES else
-              f"{self.name} {self.difference:+.4g}")
+        if self.name in RATES:
+            difference = f"{self.difference:+.2f} points of {self.name}"
+        else:
+            difference = f"{self.name} {self.difference:+.4g}"
         if self.too_few:
-            return f"Too few utterances to tell ({of}): {self.too_few}"
+            return f"Too few utterances to tell ({difference}): {self.too_few}"
         if not self.significant:
-            return f"No significant difference ({of})"
-        return f"Significantly {'better' if self.better else 'worse'}: {of}"
+            return f"No significant difference ({difference})"
+        return f"Significantly {'better' if self.better else 'worse'}: {difference}"
 
 
 def compare(a: ErrorRates, b: ErrorRates) -> RunComparison:
@@ -92,24 +96,9 @@ def compare(a: ErrorRates, b: ErrorRates) -> RunComparison:
     The p-value is that of a permutation test: if both runs were equally good, each utterance's difference in edits
     could as well have the other sign. With many utterances, both use the normal distribution.
     """
-    if a.unit != b.unit:
-        raise SbkitError(f"a rate by {a.unit} can't be compared with one by {b.unit}")
-    ours, theirs = (dict(zip(rates.ids, rates.references, strict=True)) for rates in (a, b))
-    alone = [*(name for name in ours if name not in theirs), *(name for name in theirs if name not in ours)]
-    if len(alone) == len(ours) + len(theirs):
-        raise SbkitError(f"the runs have no utterance in common: one scored {len(ours)}, the other {len(theirs)}",
-                         hint="compare runs on the same corpus")
-    if alone:
-        were = "utterances were" if len(alone) > 1 else "utterance was"
-        raise SbkitError(f"{len(alone)} {were} scored in one run only: {first_few(alone)}",
-                         hint="compare runs on the same corpus")
-    other_texts = [name for name, reference in ours.items() if list(reference) != list(theirs[name])]
-    if other_texts:
-        differ = "utterances differ in their" if len(other_texts) > 1 else "utterance differs in its"
-        raise SbkitError(f"{len(other_texts)} {differ} reference: {first_few(other_texts)}",
-                         hint="both runs need the same text rules")
-    order = {name: i for i, name in enumerate(b.ids)}
-    difference = b.edits[[order[name] for name in a.ids]] - a.edits
+    _check_comparable(a, b)
+    row_in_b = {name: i for i, name in enumerate(b.ids)}
+    difference = b.edits[[row_in_b[name] for name in a.ids]] - a.edits
     changed = int(np.count_nonzero(difference))
     if len(difference) > NORMAL_FROM:
         reach = _normal_reach(difference, a.lengths)
@@ -122,16 +111,40 @@ def compare(a: ErrorRates, b: ErrorRates) -> RunComparison:
     return RunComparison(a.rate, b.rate, low, high, _permutation_p(difference), changed=changed)
 
 
+def _check_comparable(a: ErrorRates, b: ErrorRates) -> None:
+    """Raise unless both runs scored the same utterances with the same references."""
+    if a.unit != b.unit:
+        raise SbkitError(f"a rate by {a.unit} can't be compared with one by {b.unit}")
+    references_a = dict(zip(a.ids, a.references, strict=True))
+    references_b = dict(zip(b.ids, b.references, strict=True))
+    in_one_only = [name for name in a.ids if name not in references_b]
+    in_one_only += [name for name in b.ids if name not in references_a]
+    if len(in_one_only) == len(a) + len(b):
+        raise SbkitError(f"the runs have no utterance in common: one scored {len(a)}, the other {len(b)}",
+                         hint="compare runs on the same corpus")
+    if in_one_only:
+        were = "utterances were" if len(in_one_only) > 1 else "utterance was"
+        raise SbkitError(f"{len(in_one_only)} {were} scored in one run only: {first_few(in_one_only)}",
+                         hint="compare runs on the same corpus")
+    other_texts = [name for name, reference in references_a.items() if list(reference) != list(references_b[name])]
+    if other_texts:
+        differ = "utterances differ in their" if len(other_texts) > 1 else "utterance differs in its"
+        raise SbkitError(f"{len(other_texts)} {differ} reference: {first_few(other_texts)}",
+                         hint="both runs need the same text rules")
+
+
 def _drawn_rates(edits: np.ndarray, lengths: np.ndarray, resamples: int) -> np.ndarray:
     """Return the rates in per cent of bootstrap samples, which have as many utterances, [resamples]."""
-    rng, columns, size = np.random.default_rng(0), np.stack([edits, lengths]), len(edits)
+    rng = np.random.default_rng(0)
+    columns = np.stack([edits, lengths])
+    size = len(edits)
     at_once = max(1, _AT_ONCE // size)
-    found = []
+    rates = []
     for start in range(0, resamples, at_once):
         drawn = rng.integers(size, size=(min(at_once, resamples - start), size), dtype=np.int32)
         errors, words = columns[:, drawn].sum(axis=2)
-        found.append(errors / words)
-    return 100 * np.concatenate(found)
+        rates.append(errors / words)
+    return 100 * np.concatenate(rates)
 
 
 def bounds(values: np.ndarray) -> tuple[float, float]:
