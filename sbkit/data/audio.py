@@ -33,14 +33,18 @@ SUFFIXES = (".aac", ".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".m4a", ".
 #: The most that one call decodes, so that a damaged header can't fill the memory.
 MAX_SECONDS = 4 * 3600.0
 #: A sample rate outside this range means that the header is damaged.
-MIN_RATE, MAX_RATE = 1_000, 768_000
+MIN_RATE = 1_000
+MAX_RATE = 768_000
 #: A file has been cut off if it has less audio than its header says by more than both of these (MP3 padding is less).
-TRUNCATED_SECONDS, TRUNCATED_SHARE = 0.1, 0.1
+TRUNCATED_SECONDS = 0.1
+TRUNCATED_SHARE = 0.1
 #: A recording that is longer than its row says by at most the sum of these (rounding in a list, an encoder's padding)
 #: is read to its end. If it is longer still, or if the row has a start, the row is a segment of the recording.
-LONGER_SECONDS, LONGER_SHARE = 0.2, 0.02
+LONGER_SECONDS = 0.2
+LONGER_SHARE = 0.02
 #: A recording has been cut off if it is shorter than its row says by more than both of these.
-MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
+MISSING_SECONDS = 0.5
+MISSING_SHARE = 0.1
 #: libsndfile's names for WAV.
 WAV_FORMATS = ("WAV", "WAVEX")
 #: A number of frames above this means that it is unknown (libsndfile gives 2^63-1).
@@ -66,7 +70,8 @@ class AudioError(SbkitError):
 
     def __init__(self, wav: str, cause: str):
         super().__init__(f"{wav}: {cause}")
-        self.wav, self.cause = wav, cause
+        self.wav = wav
+        self.cause = cause
 
 
 class UnknownFormat(AudioError):
@@ -249,7 +254,9 @@ class OpenRecording(NamedTuple):
         whole: raise ``AudioError`` if its end is missing or damaged; otherwise decode as far as possible.
         block_seconds: length of each block except the last; None: one block.
         """
-        file, name, rate = self.file, self.name, self.file.samplerate
+        file = self.file
+        name = self.name
+        rate = self.file.samplerate
         first = round(start * rate)
         if first >= file.frames:
             raise AudioError(name, f"is {file.frames / rate:.2f} s long, so it has no audio from {start:.2f} s on")
@@ -298,7 +305,8 @@ class OpenRecording(NamedTuple):
 
     def _read(self, frames: int, size: int, dtype: str = "float32") -> Iterator[np.ndarray]:
         """Read the next ``frames`` in blocks [S, C] of ``size``; fewer if the recording ends early."""
-        read, rate = 0, self.file.samplerate
+        read = 0
+        rate = self.file.samplerate
         while read < frames:
             try:
                 block = self.file.read(min(size, frames - read), dtype=dtype, always_2d=True)
@@ -352,7 +360,8 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
         if file.frames > NO_LENGTH:
             raise AudioError(name, "does not say in its header how long it is")
         if isinstance(file, container.ContainerFile):
-            declared, actual = file.declared, file.frames
+            declared = file.declared
+            actual = file.frames
             yield OpenRecording(file, name, 0, lambda: (declared, actual))
             return
         last = max(file.frames - VORBIS_PAGE, 0) if file.subtype == "VORBIS" else file.frames if exact else 0
@@ -416,7 +425,8 @@ class _Shard:
 
     def read(self, offset: int, size: int) -> bytes:
         """Read without moving the file's position, so that threads and forked processes can share it."""
-        parts, left = [], size
+        parts = []
+        left = size
         while left and (part := os.pread(self.handle, left, offset + size - left)):  # pread returns at most 2 GiB
             parts.append(part)
             left -= len(part)

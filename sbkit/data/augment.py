@@ -146,7 +146,8 @@ class SpeedPerturb:
                 isinstance(speed, Real) and 0.5 <= speed <= 2 for speed in speeds):
             raise SbkitError(f"SpeedPerturb: speeds are {speeds!r}",
                              hint="expected a list of factors from 0.5 to 2, such as 0.9")
-        self.speeds, self.prob = [float(speed) for speed in speeds], check_probability(prob, "SpeedPerturb")
+        self.speeds = [float(speed) for speed in speeds]
+        self.prob = check_probability(prob, "SpeedPerturb")
 
     @property
     def stretch(self) -> float:
@@ -170,7 +171,8 @@ class Crop:
 
     def __init__(self, seconds: float, sample_rate: int | None = None):
         require("Crop: seconds", seconds, POSITIVE)
-        self.seconds, self.sample_rate = seconds, sample_rate
+        self.seconds = seconds
+        self.sample_rate = sample_rate
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """``[S]`` to at most ``[seconds * sample_rate]``."""
@@ -187,7 +189,8 @@ class RandomStage(ABC):
     """
 
     def __init__(self, prob: float, sample_rate: int | None = None):
-        self.prob, self.sample_rate = check_probability(prob, type(self).__name__), sample_rate
+        self.prob = check_probability(prob, type(self).__name__)
+        self.sample_rate = sample_rate
 
     @property
     def rate(self) -> int:
@@ -214,7 +217,8 @@ class Gain(RandomStage):
     def __init__(self, low_db: float = -10.0, high_db: float = 6.0, prob: float = 1.0):
         check_range("Gain", low_db=low_db, high_db=high_db)
         super().__init__(prob)
-        self.low_db, self.high_db = low_db, high_db
+        self.low_db = low_db
+        self.high_db = high_db
 
     def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return signal * np.float32(10 ** (rng.uniform(self.low_db, self.high_db) / 20))
@@ -231,7 +235,9 @@ class AddNoise(RandomStage):
                  sample_rate: int | None = None):
         check_range("AddNoise", snr_low=snr_low, snr_high=snr_high)
         super().__init__(prob, sample_rate)
-        self.files, self.snr_low, self.snr_high = AudioFiles(folder, "AddNoise"), snr_low, snr_high
+        self.files = AudioFiles(folder, "AddNoise")
+        self.snr_low = snr_low
+        self.snr_high = snr_high
 
     def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         ratio = rng.uniform(self.snr_low, self.snr_high)
@@ -256,7 +262,8 @@ class AddReverb(RandomStage):
         size = 1 << (len(signal) + len(response) - 2).bit_length()
         wet = np.fft.irfft(np.fft.rfft(signal, size) * np.fft.rfft(response, size), size)
         wet = wet[: len(signal)].astype(np.float32)
-        power, wet_power = _power(signal), _power(wet)
+        power = _power(signal)
+        wet_power = _power(wet)
         return wet * np.float32((power / wet_power) ** 0.5) if wet_power else signal
 
 
@@ -303,7 +310,8 @@ class BandPass(RandomStage):
                     isinstance(limit, Real) for limit in limits) and least <= limits[0] <= limits[1]):
                 raise SbkitError(f"BandPass: {name} is {limits!r}", hint="expected two frequencies, such as [100, 400]")
         super().__init__(prob, sample_rate)
-        self.low_hz, self.high_hz = low_hz, high_hz
+        self.low_hz = low_hz
+        self.high_hz = high_hz
 
     def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         low, high = (rng.uniform(least, most) for least, most in (self.low_hz, self.high_hz))
@@ -323,12 +331,14 @@ class Overdrive(RandomStage):
     def __init__(self, low_db: float = 3.0, high_db: float = 15.0, prob: float = 0.2):
         check_range("Overdrive", low_db=low_db, high_db=high_db)
         super().__init__(prob)
-        self.low_db, self.high_db = low_db, high_db
+        self.low_db = low_db
+        self.high_db = high_db
 
     def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         limit = np.abs(signal).max(initial=0.0) * np.float32(10 ** (-rng.uniform(self.low_db, self.high_db) / 20))
         cut = np.clip(signal, -limit, limit)
-        power, left = _power(signal), _power(cut)
+        power = _power(signal)
+        left = _power(cut)
         return cut * np.float32((power / left) ** 0.5) if left else signal
 
 
@@ -346,7 +356,8 @@ class AudioFiles:
     """The audio files below a folder, listed once and sorted, so that the order is the same on every machine."""
 
     def __init__(self, folder: str, owner: str):
-        self.folder, self.owner = str(folder), owner
+        self.folder = str(folder)
+        self.owner = owner
         self._paths: list[str] | None = None
         self._skipped: set[str] = set()  # files that were warned of
 
@@ -391,7 +402,8 @@ def recorded_noise(path: str, size: int, rate: int, rng: np.random.Generator) ->
 
 def add_noise(signal: np.ndarray, noise: np.ndarray, decibels: float) -> np.ndarray:
     """Add noise ``[S]`` to a signal ``[S]`` at a signal-to-noise ratio; silence is returned unchanged."""
-    power, noise_power = _power(signal), _power(noise)
+    power = _power(signal)
+    noise_power = _power(noise)
     if not power or not noise_power:
         return signal
     return signal + noise * np.float32((power / noise_power / 10 ** (decibels / 10)) ** 0.5)

@@ -206,7 +206,8 @@ class DevicePrefetcher:
     """
 
     def __init__(self, batches: Iterable[Batch], device: torch.device | str):
-        self.batches, self.device = batches, torch.device(device)
+        self.batches = batches
+        self.device = torch.device(device)
 
     def __iter__(self) -> Iterator[Batch]:
         if self.device.type != "cuda":

@@ -17,7 +17,8 @@ MIN_STEPS_PER_BUCKET = 2
 #: A corpus of few steps whose padding exceeds this share gets narrower buckets: these (steps per bucket, cost of a
 #: step) are tried in turn until the padding is below. With one step per bucket, every epoch has the same steps in
 #: another order. A corpus of fewer than ``MIN_STEPS`` full steps is excluded: there, full steps matter more.
-MAX_PADDING, MIN_STEPS = 0.02, 10
+MAX_PADDING = 0.02
+MIN_STEPS = 10
 NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
 #: Candidates for edges between buckets; more candidates take longer and barely reduce padding.
 EDGE_CANDIDATES = 600
@@ -83,7 +84,8 @@ def bucket_edges(durations: np.ndarray, step_seconds: float, buckets: int | None
             edges = _full_steps(candidates, below, step_seconds, steps, step_cost)
     if least == 1:
         return edges
-    kept, waiting = [], 0
+    kept = []
+    waiting = 0
     for edge, size in zip(edges.tolist(), np.bincount(np.searchsorted(edges, durations)).tolist(), strict=True):
         waiting += size
         if waiting >= least:
@@ -106,7 +108,8 @@ def _few_buckets(candidates: np.ndarray, below: np.ndarray, step_seconds: float,
     max_buckets = min(max_buckets, MAX_BUCKETS, len(candidates))
     # cost[k][j]: candidates 0..j in k+1 buckets, the last of which ends at j.
     cost = below * candidates
-    back, totals = [], [cost[-1]]
+    back = []
+    totals = [cost[-1]]
     # step[i, j]: one bucket from behind candidate i up to candidate j.
     step = (below[None, :] - below[:, None]) * candidates[None, :]
     step[np.tril_indices(len(candidates))] = math.inf
@@ -122,7 +125,8 @@ def _few_buckets(candidates: np.ndarray, below: np.ndarray, step_seconds: float,
         halves = np.arange(1, max_buckets + 1) / 2
         best = int(np.argmin(np.array(totals) * (1 + STEP_COST) + STEP_COST * step_seconds * halves))
         back = back[:best]
-    chosen, j = [len(candidates) - 1], len(candidates) - 1
+    chosen = [len(candidates) - 1]
+    j = len(candidates) - 1
     for previous in reversed(back):
         if previous[j] >= 0:
             j = int(previous[j])
@@ -142,12 +146,14 @@ def _full_steps(candidates: np.ndarray, below: np.ndarray, step_seconds: float, 
     steps = np.ceil(sizes / fits)
     cost = sizes * candidates + step_cost * step_seconds * steps
     cost[(sizes <= 0) | ((steps < least) & (before[:-1, None] > 0))] = math.inf
-    best, previous = np.zeros(len(before)), np.zeros(len(before), np.int64)
+    best = np.zeros(len(before))
+    previous = np.zeros(len(before), np.int64)
     for j in range(len(candidates)):
         costs = best[: j + 1] + cost[: j + 1, j]
         previous[j + 1] = np.argmin(costs)
         best[j + 1] = costs[previous[j + 1]]
-    chosen, j = [], len(candidates)
+    chosen = []
+    j = len(candidates)
     while j:
         chosen.append(j - 1)
         j = int(previous[j])

@@ -40,11 +40,15 @@ class ContainerFile:
             import av
         except ImportError:
             raise ValueError(f"is {kind} audio, which needs the package av: pip install 'sbkit[av]'") from None
-        self.format, self._av = kind, av
+        self.format = kind
+        self._av = av
         self._file = os.fdopen(source, "rb", closefd=False) if isinstance(source, int) else io.BytesIO(source)
         self._left, self._blocks = np.zeros((0, 1), np.float32), self._decode()
         if kind == "MP4":  # FFmpeg takes memory for each packet that a file claims: no more than it has bytes
-            size, at, counts, fragments = self._file.seek(0, os.SEEK_END), 0, [0, 0], False
+            size = self._file.seek(0, os.SEEK_END)
+            at = 0
+            counts = [0, 0]
+            fragments = False
             while at + 8 <= size:
                 self._file.seek(at)
                 length, name = struct.unpack(">I4s", self._file.read(8))
@@ -69,7 +73,8 @@ class ContainerFile:
                 codec = stream.codec_context  # None: FFmpeg itself doesn't know it
                 if codec is None or codec.name not in CODECS:
                     raise ValueError(f"holds audio of a kind that isn't decoded ({codec.name if codec else 'unknown'})")
-                self.samplerate, self.channels = codec.sample_rate, codec.channels
+                self.samplerate = codec.sample_rate
+                self.channels = codec.channels
                 seconds = float(stream.duration * stream.time_base) if stream.duration else \
                     (opened.duration or 0) / av.time_base
                 # What begins before 0 is the encoder's delay. Gaps between packets are not filled when it is decoded.
@@ -104,7 +109,8 @@ class ContainerFile:
 
     def read(self, frames: int, dtype: str = "float32", always_2d: bool = True) -> np.ndarray:
         """Return the next samples [S, C], at most ``frames``; fewer at the end."""
-        parts, held = [self._left], len(self._left)
+        parts = [self._left]
+        held = len(self._left)
         while held < frames and (block := next(self._blocks, None)) is not None:
             parts.append(block)
             held += len(block)

@@ -20,7 +20,9 @@ from sbkit.system.cores import usable_cores
 #: Sample rate of the signals that are compared.
 RATE = 6_000
 #: Samples of a frame, and between frames of the index; a query has every ``STRIDE``-th frame.
-WINDOW, HOP, STRIDE = 2_048, 64, 4
+WINDOW = 2_048
+HOP = 64
+STRIDE = 4
 #: Frames between the two whose energies are compared.
 _FRAME_DISTANCE = 8
 _BITS = 32
@@ -34,7 +36,8 @@ _DOUBTFUL = 4
 #: Frames that are transformed at once.
 _FRAMES_AT_ONCE = 512
 #: Frames of a query that must be comparable: this number, and this share of the shorter recording.
-_MIN_FRAMES, _MIN_SHARE = 12, 0.5
+_MIN_FRAMES = 12
+_MIN_SHARE = 0.5
 #: The share of bits that may differ. It was 0.19 for copies at the lowest rates of MP3 and Opus, 0.19 with noise 10 dB
 #: below the speech, and at least 0.24 for a speaker who repeats the same words in the same rhythm.
 _MAX_BIT_ERRORS = 0.2
@@ -97,11 +100,13 @@ class Index:
             self._frames = indexed[np.argsort(self._bits[indexed], kind="stable")]
             self._keys = self._bits[self._frames]
             self._sorted = True
-        bits, mask = query[0, loud], query[1, loud]
+        bits = query[0, loud]
+        mask = query[1, loud]
         tried = bits[None]
         for _ in range(_DOUBTFUL):
             lowest = mask & (~mask + np.uint32(1))
-            tried, mask = np.concatenate([tried, tried ^ lowest]), mask ^ lowest
+            tried = np.concatenate([tried, tried ^ lowest])
+            mask = mask ^ lowest
         first, last = (np.searchsorted(self._keys, tried.ravel(), side) for side in ("left", "right"))
         counts = np.minimum(last - first, _MAX_SAME_HASH)
         ends = np.cumsum(counts)
@@ -126,7 +131,8 @@ class Index:
 #: Bytes from the middle of a file; the whole file is read only if another has the same size and block.
 _BLOCK = 4096
 #: Recordings that a process decodes per request, and from how many on processes are started.
-CHUNK, WORTH_PROCESSES = 32, 64
+CHUNK = 32
+WORTH_PROCESSES = 64
 
 
 class Copies:
@@ -138,9 +144,13 @@ class Copies:
 
     def __init__(self, by_sound: bool, *, workers: int | None = None, remote: Remote = NO_REMOTE,
                  journal: Path | None = None, show_progress: bool = True):
-        self.by_sound, self.workers, self.remote, self.journal = by_sound, workers, remote, journal
+        self.by_sound = by_sound
+        self.workers = workers
+        self.remote = remote
+        self.journal = journal
         self.show_progress = show_progress
-        self._index, self._names = Index(), list[str]()
+        self._index = Index()
+        self._names = list[str]()
         self._blocks: dict[tuple[str, float], list[tuple[str, str]]] = {}
 
     def search(self, split: str, ids: Column, wavs: Column, starts: np.ndarray, durations: np.ndarray, *,
@@ -190,7 +200,8 @@ class Copies:
                                  what=f"{split}: bytes", show_progress=self.show_progress):
             if not isinstance(answer, str):  # unreadable files are reported when they are measured or decoded
                 blocks.update((files[j], block) for block in answer)
-        found, new = {}, []
+        found = {}
+        new = []
         for i, (id_, wav, start) in enumerate(zip(ids, wavs, starts.tolist(), strict=True)):
             if wav not in blocks:
                 continue

@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 # Increase when the same input gives other manifests than before.
 _FORMAT = 4
-_JOURNAL, _COPIES = ".durations-", ".copies-"
+_JOURNAL = ".durations-"
+_COPIES = ".copies-"
 _TEMPORARY = ".new"
 
 
@@ -108,7 +109,8 @@ class Corpus:
         self.folder = Path(folder)
         self.splits = {split: texts(f"corpus: splits: {split}", names) for split, names in (splits or {}).items()}
         self.text = text if isinstance(text, TextRules) else TextRules.for_language(language, **(text or {}))
-        self.min_duration, self.max_duration = min_duration, max_duration
+        self.min_duration = min_duration
+        self.max_duration = max_duration
         self.limit_splits, self.skip_short_texts, self.only = (
             tuple(texts(f"corpus: {name}", value)) for name, value in (
                 ("limit_splits", limit_splits), ("skip_short_texts", skip_short_texts), ("only", only)))
@@ -118,17 +120,20 @@ class Corpus:
         self.columns = dict(columns or {})
         self.data_root = data_root
         self.schemes = None if schemes is None else check_schemes("corpus: schemes", texts("corpus: schemes", schemes))
-        self.url_megabytes, self.url_seconds = url_megabytes, url_seconds
+        self.url_megabytes = url_megabytes
+        self.url_seconds = url_seconds
         self.cache_folder = Path(cache_folder) if cache_folder else self.folder / "audio"
         self.workers = workers
-        self.demo_hours, self.demo_seed = demo_hours, demo_seed
+        self.demo_hours = demo_hours
+        self.demo_seed = demo_seed
         self.demo_voices = texts("corpus: demo_voices", demo_voices) if demo_voices else []
         if wrong := [voice for voice in self.demo_voices if not re.fullmatch(r"[\w+-]+", voice)]:
             raise SbkitError(f"corpus: demo_voices: {wrong[0]!r} is not a voice of espeak-ng", hint="such as en-us+f2")
         self.report: dict[str, Any] | None = None
         self._reused = False
         self._trained_run: Path | None = None
-        self._needs_text, self._keeps_silence = True, False
+        self._needs_text = True
+        self._keeps_silence = False
         self._declared: Declared = {}
         self._recordings: set[str] = set()  # columns that are the rows' own recordings
         self._check()
@@ -236,14 +241,16 @@ class Corpus:
     def only_split(self, name: str, folder: str | Path) -> Corpus:
         """A corpus in ``folder`` with the same options, whose test split is the source's split ``name``."""
         corpus = self.in_folder(folder)
-        corpus.splits, corpus.only = {"test": [name]}, ("test",)
+        corpus.splits = {"test": [name]}
+        corpus.only = ("test",)
         return corpus
 
     def in_folder(self, folder: str | Path) -> Corpus:
         """A corpus with the same options, to be prepared in another folder. Audio that must be unpacked goes
         there too, unless a ``cache_folder`` was chosen."""
         corpus = copy.copy(self)
-        corpus.folder, corpus.report = Path(folder), None
+        corpus.folder = Path(folder)
+        corpus.report = None
         if self.cache_folder == self.folder / "audio":
             corpus.cache_folder = corpus.folder / "audio"
         return corpus

@@ -22,7 +22,8 @@ from sbkit.system import untrusted
 _BLOCK_BYTES = 16 << 20
 _ROWS_AT_ONCE = 65_536
 # Limits of a header.
-_MAX_HEADER_BYTES, _MAX_COLUMNS = 1 << 20, 10_000
+_MAX_HEADER_BYTES = 1 << 20
+_MAX_COLUMNS = 10_000
 _SAID = re.compile(r'"?sep=([,;\t|])"?')
 # Appended as a last line: it becomes a separate row unless a quotation mark is still open. No UTF-8 decodes to it.
 _END = "\udcff"

@@ -278,7 +278,8 @@ def draw_voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
         variants = TRAIN_VARIANTS if split == "train" else HELD_OUT_VARIANTS
         for i in range(count):
             rng = random.Random(f"{seed} {split} voice {i}")
-            dialect, variant = next(dialects), variants[i % len(variants)]
+            dialect = next(dialects)
+            variant = variants[i % len(variants)]
             # Of two speakers with the same timbre, one has a low and one a high voice.
             low, high = (50, 68) if i // len(variants) % 2 else (32, 50)
             speakers[split].append(Speaker(
@@ -311,7 +312,8 @@ def plan_clips(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], s
 def _new_sentence(grammar: Grammar, rng: random.Random, split: str, used: set[str]) -> str:
     for _ in range(RETRIES):
         text = expand(grammar, rng)
-        place, belongs = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32, "train"
+        place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
+        belongs = "train"
         for name, share in SHARES.items():
             if place < share:
                 belongs = name
@@ -327,7 +329,8 @@ def _new_sentence(grammar: Grammar, rng: random.Random, split: str, used: set[st
 
 def speak_clip(clip: DemoClip) -> np.ndarray:
     """The clip as float32 [S] at SAMPLE_RATE: speech at a random level, with a moment of silence on both sides."""
-    speaker, rng = clip.speaker, np.random.default_rng(clip.seed)
+    speaker = clip.speaker
+    rng = np.random.default_rng(clip.seed)
     varies = 0 if speaker.steady else 1
     speech, rate = demo_voice.speak(
         clip.spoken, speaker.voice, seed=clip.seed,
@@ -347,7 +350,8 @@ def speak_clip(clip: DemoClip) -> np.ndarray:
 
 def _record(clip: DemoClip, path: Path) -> int:
     """Write the clip as MP3 and return its duration in milliseconds."""
-    samples, encoded = speak_clip(clip), io.BytesIO()
+    samples = speak_clip(clip)
+    encoded = io.BytesIO()
     soundfile.write(encoded, samples, SAMPLE_RATE, format="MP3")
     path.write_bytes(encoded.getvalue())  # with Python, because libsndfile reports a full disk as "System error"
     return round(len(samples) * 1000 / SAMPLE_RATE)

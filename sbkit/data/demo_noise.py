@@ -132,7 +132,8 @@ KINDS: dict[str, Callable[[_Rng, int, int], np.ndarray]] = {
     "murmur": _murmur, "rain": _rain, "printer": _printer, "siren": _siren, "vacuum": _vacuum, "street": _street,
 }
 #: Octaves at which a random equaliser has its points, and its largest gain in decibels.
-_OCTAVES, _DECIBELS = np.arange(6.0, 15.0), 12.0
+_OCTAVES = np.arange(6.0, 15.0)
+_DECIBELS = 12.0
 
 
 def equalised(rng: _Rng, noise: np.ndarray, rate: int) -> np.ndarray:
@@ -158,7 +159,8 @@ class DemoNoise(RandomStage):
             raise SbkitError(f"DemoNoise: unknown noise {unknown[0]!r}", hint=f"kinds are {', '.join(KINDS)}")
         check_range("DemoNoise", snr_low=snr_low, snr_high=snr_high)
         super().__init__(prob, sample_rate)
-        self.snr_low, self.snr_high = snr_low, snr_high
+        self.snr_low = snr_low
+        self.snr_high = snr_high
 
     def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         ratio = rng.uniform(self.snr_low, self.snr_high)

@@ -17,8 +17,11 @@ from sbkit.errors import SbkitError
 INSTALL = "install it with: pip install 'sbkit[demo]'"
 
 # espeak-ng's speak_lib.h
-_SYNCHRONOUS, _DONT_EXIT = 2, 0x8000
-_RATE, _PITCH, _RANGE = 1, 3, 4
+_SYNCHRONOUS = 2
+_DONT_EXIT = 0x8000
+_RATE = 1
+_PITCH = 3
+_RANGE = 4
 _UTF8 = 1
 _IPA = 2
 _AudioCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
@@ -95,7 +98,8 @@ def pronounce(texts: list[str], voice: str) -> list[str]:
     with _library() as (library, _):
         _select(library, voice)
         for text in texts:
-            pointer, clauses = ctypes.pointer(ctypes.c_char_p(text.encode())), []
+            pointer = ctypes.pointer(ctypes.c_char_p(text.encode()))
+            clauses = []
             while pointer.contents.value:  # it moves on to the next clause
                 clauses.append((library.espeak_TextToPhonemes(pointer, _UTF8, _IPA) or b"").decode())
             spoken.append(" ".join(filter(None, clauses)))

@@ -16,7 +16,8 @@ from sbkit.system.console import atomic_write
 
 NAME = "left_out.csv"
 #: Reasons that may no longer hold later, because the recording appears or changes.
-MISSING, UNDECODABLE = "missing clip", "undecodable"
+MISSING = "missing clip"
+UNDECODABLE = "undecodable"
 #: Fields that a spreadsheet would take for a formula, also if an apostrophe precedes them already.
 _FORMULA = r"'*[=+\-@\t\r]"
 _COLUMNS = ("split", "ID", "wav", "reason", "detail", "size", "modified")
@@ -64,7 +65,8 @@ def find_repaired(folder: Path) -> str | None:
     Others are not checked: asking for all files of a large corpus takes minutes on a network file system.
     """
     table = read(folder)
-    reason, wavs = table["reason"], table["wav"]
+    reason = table["reason"]
+    wavs = table["wav"]
     gone = Column(pc.filter(wavs, pc.equal(reason, MISSING)))
     if len(gone) and (found := existing(gone)).any():
         return gone[int(found.argmax())]

@@ -30,7 +30,8 @@ class LabelSampler:
     def __init__(self, labels: np.ndarray, durations: np.ndarray, clips_per: Mapping[str, int], step_seconds: float,
                  least: int = 1):
         (name, self.clips), = clips_per.items()
-        self.labels, self.sizes = labels, np.bincount(labels)
+        self.labels = labels
+        self.sizes = np.bincount(labels)
         possible = self.sizes // self.clips
         enough = possible > 0
         self.left_out = int(self.sizes[~enough].sum())
@@ -53,7 +54,8 @@ class LabelSampler:
         # The largest number of steps that can each have this many groups with different labels.
         self.steps = bisect.bisect_left(range(1, int(possible.sum()) // fits + 1), True,
                                         key=lambda steps: np.minimum(possible, steps).sum() < fits * steps)
-        self.edges, self.lengths = np.array([self.longest]), np.full(self.steps, fits * self.clips)
+        self.edges = np.array([self.longest])
+        self.lengths = np.full(self.steps, fits * self.clips)
         if fits * self.clips < least:
             raise SbkitError(f"clips_per gives a step {fits * self.clips} utterances, but min_batch_utterances is "
                              f"{least}", hint="raise step_seconds, or lower it")

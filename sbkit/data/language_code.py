@@ -5,7 +5,8 @@ from __future__ import annotations
 from sbkit.system.schema import String
 
 #: ISO 639's codes of an undetermined language, and of several.
-UNKNOWN, SEVERAL = "und", "mul"
+UNKNOWN = "und"
+SEVERAL = "mul"
 #: What clients of a server write too: two or three letters, and perhaps a region or script.
 LANGUAGE_CODE = String(2, 100, r"[A-Za-z]{2,3}([-_][A-Za-z0-9]+)*", "a code such as en or zh-CN")
 

@@ -38,13 +38,15 @@ def shared(manifests: Mapping[str, Manifest],
     splits = [split for split in reversed(SPLITS) if split in manifests]
     entries = []
     for split, other in itertools.combinations(splits, 2):
-        one, two = manifests[split], manifests[other]
+        one = manifests[split]
+        two = manifests[other]
         # By kind: how many of how many are in both, in how many rows of the first, and examples.
         in_both: dict[str, tuple[int, int, int, list[str]]] = {}
         for what, name in (("speakers", "speakers"), ("sentences", "texts"), ("recordings", "wavs")):
             mine = getattr(one, name).arrow
             named = pc.drop_null(pc.if_else(pc.not_equal(mine, ""), mine, None)).value_counts()
-            values, counts = named.field("values"), named.field("counts")
+            values = named.field("values")
+            counts = named.field("counts")
             both = pc.is_in(values, getattr(two, name).arrow)
             in_both[what] = (pc.sum(both).as_py() or 0, len(values), pc.sum(pc.filter(counts, both)).as_py() or 0,
                              pc.filter(values, both)[:_EXAMPLES].to_pylist())
@@ -57,9 +59,12 @@ def shared(manifests: Mapping[str, Manifest],
             # All files are put on one time line. A row overlaps if it contains the furthest end of the other's rows
             # that begin before it, or the first start of those after it.
             gap = float(ends.max(initial=0)) + 1
-            starts, ends = starts + gap * files, ends + gap * files - _TOUCHING
+            starts = starts + gap * files
+            ends = ends + gap * files - _TOUCHING
             order = np.argsort(starts, kind="stable")
-            starts, ends, of_other = starts[order], ends[order], of_other[order]
+            starts = starts[order]
+            ends = ends[order]
+            of_other = of_other[order]
             before = np.maximum.accumulate(np.where(of_other, ends, -1.0))
             after = np.minimum.accumulate(np.where(of_other, starts, np.inf)[::-1])[::-1]
             touched = ~of_other & ((before > starts) | (after < ends))

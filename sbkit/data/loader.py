@@ -82,8 +82,10 @@ class _Loader:
                  max_damaged_share: float = 0.01, damaged_floor: int = 10):
         require("workers (num_workers of a recipe)", workers, COUNT)
         require("prefetch", prefetch, SIZE)
-        self.reader, self.workers = reader, workers
-        self.max_damaged_share, self.damaged_floor = max_damaged_share, damaged_floor
+        self.reader = reader
+        self.workers = workers
+        self.max_damaged_share = max_damaged_share
+        self.damaged_floor = damaged_floor
         self.damaged: dict[str, str] = {}
         """The reason for each utterance id that could not be read so far."""
         self._named: set[str] = set()  # utterances whose recordings go on after what their rows say
@@ -150,7 +152,9 @@ class _Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting from a checkpoint's state."""
-        self._read, self._failed, self.damaged = state["read"], state["failed"], dict(state["damaged"])
+        self._read = state["read"]
+        self._failed = state["failed"]
+        self.damaged = dict(state["damaged"])
 
     def close(self) -> None:
         """End the worker processes; if the loader is used again, it starts new ones."""
@@ -204,7 +208,11 @@ class TrainLoader(_Loader):
             raise ValueError(f"a plan for {len(plan.durations)} utterances, a manifest of {len(manifest)}")
         if columns is not None:
             columns.check_classes(manifest)
-        self.plan, self.rank, self.world, self.min_micros, self.epochs = plan, rank, world, min_micros, epochs
+        self.plan = plan
+        self.rank = rank
+        self.world = world
+        self.min_micros = min_micros
+        self.epochs = epochs
         self._ahead: tuple[int, Iterator[Batch]] | None = None  # the epoch that the workers have begun, and its batches
         self._epoch: tuple[int, EpochPlan] | None = None
         max_seconds = plan.batching.max_batch_seconds
@@ -224,7 +232,8 @@ class TrainLoader(_Loader):
         if not 0 <= step <= self.steps(epoch):
             raise SbkitError(f"epoch {epoch} has {self.steps(epoch)} steps; it cannot start at step {step}",
                              hint="was the run started with another corpus or other batching options?")
-        begun, self._ahead = self._ahead, None
+        begun = self._ahead
+        self._ahead = None
         return self._epoch_from(epoch, step, begun[1] if begun is not None and begun[0] == epoch and not step else None)
 
     def _epoch_from(self, epoch: int, step: int, begun: Iterator[Batch] | None) -> Iterator[Batch]:
@@ -244,7 +253,8 @@ class TrainLoader(_Loader):
 
     def largest(self, epoch: int) -> list[Batch]:
         """Read the micro-batches of an epoch, of any rank, that may need the most memory."""
-        plan, manifest = self.epoch_plan(epoch), self.reader.manifest
+        plan = self.epoch_plan(epoch)
+        manifest = self.reader.manifest
         lengths = np.fromiter(map(len, manifest.texts), np.int64, len(manifest))
         read = (self.reader[ReadRequest(epoch, 0, 0, 1, plan.members[places], plan.pass_numbers(places), shape)]
                 for places, shape in plan.largest(lengths, self.world, self.min_micros))
@@ -293,7 +303,8 @@ def eval_batches(durations: np.ndarray, max_batch_seconds: float, world: int = 1
     seconds = durations[order].astype(np.float64).tolist()
     # Small sets get smaller batches, so that every rank has one.
     limit = min(max_batch_seconds, sum(seconds) / world * 1.1) * (1 + 1e-6)
-    batches, start = [], 0
+    batches = []
+    start = 0
     while start < len(seconds):
         fits = max(1, int(limit / max(seconds[start], 1e-3)))
         stop = start + min(fits, max_batch_utterances or fits)

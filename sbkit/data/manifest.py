@@ -135,8 +135,11 @@ class Manifest:
                  starts: Sequence[float] | np.ndarray | None = None,
                  meta: Mapping[str, Sequence[str]] | None = None, remote: Remote = NO_REMOTE, mapped: bool = False,
                  has_urls: bool | None = None, shares: Mapping[str, float] | None = None, once: str | None = None):
-        self.remote, self.mapped, self._has_urls = remote, mapped, has_urls
-        self.shares, self.once = dict(shares or {}), once
+        self.remote = remote
+        self.mapped = mapped
+        self._has_urls = has_urls
+        self.shares = dict(shares or {})
+        self.once = once
         self.ids = Column(ids)
         n = len(self.ids)
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)

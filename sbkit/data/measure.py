@@ -109,7 +109,8 @@ def measure_one(wav: str, remote: Remote = NO_REMOTE, whole: bool = True) -> flo
     """The duration of a recording in seconds, or why it can't be read, or its duration and what isn't read of it."""
     try:
         with open_recording(wav, wav, remote) as opened:
-            seconds, notice = opened.file.frames / opened.file.samplerate, opened.check_length() if whole else None
+            seconds = opened.file.frames / opened.file.samplerate
+            notice = opened.check_length() if whole else None
             return seconds if notice is None else [seconds, notice]
     except AudioError as error:
         return error.cause

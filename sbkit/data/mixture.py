@@ -78,38 +78,27 @@ class Mixture(Corpus):
         if not isinstance(parts, Mapping) or not parts or not all(isinstance(each, Corpus) for each in parts.values()):
             raise SbkitError("mixture: parts must be corpora", hint="write a Corpus for each: {read: !new:sbkit.data."
                                                                       "corpus.Corpus {source: ...}, ...}")
-        if wrong := [name for name in parts if not _NAME.fullmatch(str(name))]:
+        wrong = [name for name in parts if not _NAME.fullmatch(str(name))]
+        if wrong:
             raise SbkitError(f"mixture: parts: {wrong[0]!r} can't be a part's name",
                              hint="use letters, digits, - and _")
         if best_by not in (MEAN, *parts):
             raise SbkitError(f"mixture: best_by is {best_by!r}", hint=f"it is {MEAN} or one of {', '.join(parts)}")
         languages = {part.language for part in parts.values()}
         rules = [part.text for part in parts.values()]
-        alike = all(each.options() == rules[0].options() for each in rules)
+        alike = all(part_rules.options() == rules[0].options() for part_rules in rules)
         super().__init__(None, languages.pop() if len(languages) == 1 else None, folder,
                          text=rules[0] if alike else TextRules())
         limits = [part.max_duration for part in parts.values()]
         self.max_duration = None if None in limits else max(limit for limit in limits if limit is not None)
-        self.parts = {str(name): part.in_folder(self.folder / str(name)) if part.folder == Path("manifests") else
-                      copy.copy(part) for name, part in parts.items()}
-        self.weights: dict[str, float] | None = None
-        if weights is not None:
-            if not isinstance(weights, Mapping):
-                raise SbkitError(f"mixture: weights is {weights!r}", hint="write a number for each part: "
-                                 f"{{{', '.join(f'{name}: 1' for name in self.parts)}}}")
-            for name in weights:
-                if name not in self.parts:
-                    raise SbkitError(f"mixture: weights names {name!r}, which is no part",
-                                     hint=f"parts are {', '.join(self.parts)}")
-                require(f"mixture: weights: {name}", weights[name], NOT_NEGATIVE)
-            if missing := [name for name in self.parts if name not in weights]:
-                raise SbkitError(f"mixture: weights has no entry for {missing[0]}",
-                                 hint="give it 0 to use it for scoring only")
-            if not sum(weights.values()):
-                raise SbkitError("mixture: weights are all 0, so there is nothing to train on",
-                                 hint="raise one of them")
-            self.weights = {str(name): float(weight) for name, weight in weights.items()}
-        self.temperature, self.best_by, self.once = temperature, best_by, once
+        self.parts: dict[str, Corpus] = {}
+        for name, part in parts.items():
+            has_default_folder = part.folder == Path("manifests")
+            self.parts[str(name)] = part.in_folder(self.folder / str(name)) if has_default_folder else copy.copy(part)
+        self.weights = None if weights is None else self._checked_weights(weights)
+        self.temperature = temperature
+        self.best_by = best_by
+        self.once = once
         if once is not None and once not in list(self.parts):
             raise SbkitError(f"mixture: once is {once!r}, which is no part", hint=f"parts are {', '.join(parts)}")
         if once is not None and self.weights is not None and not self.weights[once]:
@@ -118,21 +107,48 @@ class Mixture(Corpus):
         if weights is not None and temperature is not None:
             raise SbkitError("mixture: weights and temperature both set the share of each part",
                              hint="leave one of them out")
-        first: dict[str | None, str] = {}  # the first part of each language
+        self._check_text_rules()
+
+    def _checked_weights(self, weights: Mapping[str, float]) -> dict[str, float]:
+        if not isinstance(weights, Mapping):
+            raise SbkitError(f"mixture: weights is {weights!r}", hint="write a number for each part: "
+                             f"{{{', '.join(f'{name}: 1' for name in self.parts)}}}")
+        for name in weights:
+            if name not in self.parts:
+                raise SbkitError(f"mixture: weights names {name!r}, which is no part",
+                                 hint=f"parts are {', '.join(self.parts)}")
+            require(f"mixture: weights: {name}", weights[name], NOT_NEGATIVE)
+        missing = [name for name in self.parts if name not in weights]
+        if missing:
+            raise SbkitError(f"mixture: weights has no entry for {missing[0]}",
+                             hint="give it 0 to use it for scoring only")
+        if not sum(weights.values()):
+            raise SbkitError("mixture: weights are all 0, so there is nothing to train on",
+                             hint="raise one of them")
+        return {str(name): float(weight) for name, weight in weights.items()}
+
+    def _check_text_rules(self) -> None:
+        """Refuse parts whose texts can't share a tokenizer: all rules of a language must be the same, and two of them
+        in all languages."""
+        first_part = next(iter(self.parts))
+        first_of_language: dict[str | None, str] = {}
         for name, part in self.parts.items():
             if part.language not in Nullable(LANGUAGE_CODE):
                 raise SbkitError(f"mixture: parts: {name}: language {part.language!r} is not a language code",
                                  hint="write a code such as en or zh-CN")
-            # All text rules of a language are the same, and two of them in all languages.
-            for other, options in ((first.setdefault(part.language, name), None),
-                                   (next(iter(self.parts)), ("unicode", "case"))):
-                one, two = self.parts[other].text.options(), part.text.options()
-                for option in options or one:
-                    if option != "alphabet" and one[option] != two[option]:
-                        raise SbkitError(
-                            f"mixture: parts: {other} and {name} have different text rules: text.{option} is "
-                            f"{one[option]!r} and {two[option]!r}, but they share a tokenizer",
-                            hint="use the same value in both")
+            same_language = first_of_language.setdefault(part.language, name)
+            self._require_same_rules(same_language, name, [rule for rule in part.text.options() if rule != "alphabet"])
+            self._require_same_rules(first_part, name, ["unicode", "case"])
+
+    def _require_same_rules(self, one: str, other: str, rules: Sequence[str]) -> None:
+        rules_of_one = self.parts[one].text.options()
+        rules_of_other = self.parts[other].text.options()
+        for rule in rules:
+            if rules_of_one[rule] != rules_of_other[rule]:
+                raise SbkitError(
+                    f"mixture: parts: {one} and {other} have different text rules: text.{rule} is "
+                    f"{rules_of_one[rule]!r} and {rules_of_other[rule]!r}, but they share a tokenizer",
+                    hint="use the same value in both")
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.parts)}, folder={str(self.folder)!r})"
@@ -141,8 +157,8 @@ class Mixture(Corpus):
     def remote(self) -> Remote:
         """Which URLs may be opened: those that any part allows."""
         allowed = [part.remote for part in self.parts.values()]
-        return Remote(tuple(dict.fromkeys(scheme for each in allowed for scheme in each.schemes)),
-                      max(each.megabytes for each in allowed), max(each.seconds for each in allowed))
+        return Remote(tuple(dict.fromkeys(scheme for remote in allowed for scheme in remote.schemes)),
+                      max(remote.megabytes for remote in allowed), max(remote.seconds for remote in allowed))
 
     @staticmethod
     def part_of(id_: str) -> str:
@@ -152,12 +168,12 @@ class Mixture(Corpus):
     def shares(self, hours: Mapping[str, float]) -> dict[str, float]:
         """Return the share of each part with training audio in every step; they add up to 1."""
         power = 1 / (self.temperature or 1)
-        given = self.weights or {name: each ** power for name, each in hours.items()}
-        total = sum(given.get(name, 0) for name in hours)
+        weights = self.weights or {name: part_hours ** power for name, part_hours in hours.items()}
+        total = sum(weights.get(name, 0) for name in hours)
         if not total:
             raise SbkitError("mixture: weights: no part with training audio has a weight",
                              hint=f"parts with training audio are {', '.join(hours)}")
-        return {name: given.get(name, 0) / total for name in hours}
+        return {name: weights.get(name, 0) / total for name in hours}
 
     # ---------------------------------------------------------------- prepare
 
@@ -174,14 +190,14 @@ class Mixture(Corpus):
                 columns: Declared | None = None) -> dict[str, Manifest]:
         """Prepare all parts, join their manifests, and return these by split; see :meth:`Corpus.prepare`."""
         declared = columns or {}
-        found = {}
+        manifests = {}
         for name, part in self.parts.items():
             try:
                 needs = needed if name == self.divided else ()
-                found[name] = part.prepare(show_progress, needs, needs_text, declared)
+                manifests[name] = part.prepare(show_progress, needs, needs_text, declared)
             except SbkitError as error:
                 raise SbkitError(f"part {name} of the mixture: {error.message}", hint=error.hint) from error
-        self.check_splits(found, needed)
+        self.check_splits(manifests, needed)
         with locked(self.folder / ".lock"):
             facts = [[name, part.language, {split: entry["sha256"] for split, entry in part.prepared["splits"].items()}]
                      for name, part in self.parts.items()]
@@ -194,110 +210,135 @@ class Mixture(Corpus):
                     if report.get("fingerprint") != fingerprint or not all(
                             path.is_file() and disk.sha256(path) == sha256 for path, sha256 in paths.items()):
                         self._check_unprotected()
-                        self._join(found, declared, fingerprint)
+                        self._join(manifests, declared, fingerprint)
             except OSError as error:  # a folder that may not be written
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
         return self.load()
 
-    def check_splits(self, found: Mapping[str, Collection[str]], needed: Sequence[str]) -> None:
-        """Refuse parts that together lack a split which a run needs, or a split that an option takes for granted.
-
-        found : the splits that each part has
-        """
+    def check_splits(self, splits_of_parts: Mapping[str, Collection[str]], needed: Sequence[str]) -> None:
+        """Refuse parts that together lack a split which a run needs, or a split that an option takes for granted."""
         for split in needed:
-            if not any(split in each for each in found.values()):
+            if not any(split in splits for splits in splits_of_parts.values()):
                 raise SbkitError(f"no part of the mixture has a {split} split, and parts aren't divided",
                                  hint=f"give one part a list for it: its splits names it, e.g. {{{split}: NAME}}")
-        untrained = [name for name, weight in (self.weights or {}).items() if weight and "train" not in found[name]]
+        untrained = [name for name, weight in (self.weights or {}).items()
+                     if weight and "train" not in splits_of_parts[name]]
         if untrained:
             raise SbkitError(f"part {untrained[0]} of the mixture has a weight but no training rows",
                              hint="give it a train split, or set its weight to 0")
-        if self.once is not None and "train" not in found[self.once]:
+        if self.once is not None and "train" not in splits_of_parts[self.once]:
             raise SbkitError(f"once: part {self.once} of the mixture has no training rows", hint="name another part")
-        if self.best_by in found and "dev" not in found[self.best_by] and "dev" in needed:
+        if self.best_by in splits_of_parts and "dev" not in splits_of_parts[self.best_by] and "dev" in needed:
             raise SbkitError(f"best_by: part {self.best_by} of the mixture has no dev split",
                              hint=f"name another part, or {MEAN}")
 
-    def _join(self, found: Mapping[str, Mapping[str, Manifest]], declared: Declared, fingerprint: str) -> None:
+    def _join(self, manifests: Mapping[str, Mapping[str, Manifest]], declared: Declared, fingerprint: str) -> None:
+        """Join the parts' manifests, by split, and write them with a report."""
         started = time.monotonic()
-        splits = {split: {name: each[split] for name, each in found.items() if split in each} for split in SPLITS}
-        own = {name for name, column in declared.items() if getattr(column, "or_recording", False)}
-        joint = {split: self._joined(parts, own) for split, parts in splits.items() if parts}
-        reports: dict[str, SplitReport] = {}  # the sum of the parts' reports on a split
-        reported = [part.prepared["splits"] for part in self.parts.values()]
-        for split, manifest in joint.items():
-            entries = [each[split] for each in reported if split in each]
-            left_out: dict[str, dict[str, Any]] = {}
-            for entry in entries:
-                for reason, count in entry["left_out"].items():
-                    total = left_out.setdefault(reason, {"count": 0, "hours": 0.0, "examples": []})
-                    left_out[reason] = {name: value + count[name] for name, value in total.items()}
-            outside = sum((Counter(entry["outside_alphabet"]) for entry in entries), Counter[str]())
-            reports[split] = SplitReport(split, "mixture", sum(entry["rows"] for entry in entries), len(manifest),
-                                         manifest.hours, left_out, dict(outside),
-                                         speakers=speakers_in(manifest), synthesised=hours_by_synthesiser(manifest))
-        if "train" in joint:  # without recordings that are in any part's dev or test
-            train, report_of_train = joint["train"], reports["train"]
-            here, held_out = recording_keys(train.wavs, train.starts), np.zeros(len(train), bool)
-            for split, other in joint.items():
-                if split != "train":
-                    held_out |= here.is_in(recording_keys(other.wavs, other.starts))
-            if held_out.any():
-                left = train.select(held_out)
-                logger.warning("%d training rows of the mixture are in the dev or test of another part, and are left "
-                               "out: %s", len(left), ", ".join(left.ids[:3]))
-                entry = report_of_train.left_out.setdefault(IN_OTHER_SPLIT,
-                                                            {"count": 0, "hours": 0.0, "examples": []})
-                entry.update(count=entry["count"] + len(left), hours=round(entry["hours"] + left.hours, 3),
-                             examples=[*entry["examples"], *left.ids[:3]])
-                joint["train"] = train = train.select(~held_out)
-                report_of_train.kept, report_of_train.hours = len(train), train.hours
-                report_of_train.speakers = speakers_in(train)
-                report_of_train.synthesised = hours_by_synthesiser(train)
+        parts_of_splits = {}
+        for split in SPLITS:
+            parts = {name: by_split[split] for name, by_split in manifests.items() if split in by_split}
+            if parts:
+                parts_of_splits[split] = parts
+        or_recording = {name for name, column in declared.items() if getattr(column, "or_recording", False)}
+        joint = {split: self._joined(parts, or_recording) for split, parts in parts_of_splits.items()}
+        reports = {split: self._summed_report(split, manifest) for split, manifest in joint.items()}
+        if "train" in joint:
+            self._leave_out_held_out(joint, reports["train"])
+
         options = {name: part.prepared["options"] for name, part in self.parts.items()}
         common = {name: value for name, value in next(iter(options.values())).items()
-                  if all(each.get(name) == value for each in options.values())}
+                  if all(of_part.get(name) == value for of_part in options.values())}
         report = {
             "format": 1, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
             "source": {"kind": "mixture", "where": ", ".join(self.parts),
                        "recorded": all(part.prepared["source"].get("recorded", False) for part in self.parts.values()),
-                       "splits": {split: list(parts) for split, parts in splits.items() if parts}},
+                       "splits": {split: list(parts) for split, parts in parts_of_splits.items()}},
             "options": {**common, "parts": options},
             "seconds": round(time.monotonic() - started, 1), "splits": {}, "leaks": leaks.shared(joint)}
         self._write(joint, reports, report)
 
-    def _joined(self, parts: Mapping[str, Manifest], own: set[str]) -> Manifest:
-        """Join the rows of all parts. ``own`` are columns that default to a row's recording."""
-        names = dict.fromkeys(name for each in parts.values() for name in each.meta)
+    def _summed_report(self, split: str, manifest: Manifest) -> SplitReport:
+        """The sum of the parts' reports on a split."""
+        reported = [part.prepared["splits"] for part in self.parts.values()]
+        entries = [splits[split] for splits in reported if split in splits]
+        left_out: dict[str, dict[str, Any]] = {}
+        for entry in entries:
+            for reason, count in entry["left_out"].items():
+                total = left_out.setdefault(reason, {"count": 0, "hours": 0.0, "examples": []})
+                left_out[reason] = {name: value + count[name] for name, value in total.items()}
+        outside = sum((Counter(entry["outside_alphabet"]) for entry in entries), Counter[str]())
+        return SplitReport(split, "mixture", sum(entry["rows"] for entry in entries), len(manifest), manifest.hours,
+                           left_out, dict(outside), speakers=speakers_in(manifest),
+                           synthesised=hours_by_synthesiser(manifest))
 
-        def column(name: str, each: Manifest) -> pa.Array:
-            blank = each.wavs if name in own else Column(pa.repeat("", len(each)))
-            return each.meta.get(name, blank).arrow
+    @staticmethod
+    def _leave_out_held_out(joint: dict[str, Manifest], report: SplitReport) -> None:
+        """Remove the training rows whose recordings are in any part's dev or test, and say so in the report."""
+        train = joint["train"]
+        training_keys = recording_keys(train.wavs, train.starts)
+        held_out = np.zeros(len(train), bool)
+        for split, manifest in joint.items():
+            if split != "train":
+                held_out |= training_keys.is_in(recording_keys(manifest.wavs, manifest.starts))
+        if not held_out.any():
+            return
+        removed = train.select(held_out)
+        logger.warning("%d training rows of the mixture are in the dev or test of another part, and are left "
+                       "out: %s", len(removed), ", ".join(removed.ids[:3]))
+        entry = report.left_out.setdefault(IN_OTHER_SPLIT, {"count": 0, "hours": 0.0, "examples": []})
+        entry.update(count=entry["count"] + len(removed), hours=round(entry["hours"] + removed.hours, 3),
+                     examples=[*entry["examples"], *removed.ids[:3]])
+        train = train.select(~held_out)
+        joint["train"] = train
+        report.kept = len(train)
+        report.hours = train.hours
+        report.speakers = speakers_in(train)
+        report.synthesised = hours_by_synthesiser(train)
 
-        speakers = {part: each.speakers.arrow for part, each in parts.items()}
-        tags = {"corpus": [Column(pa.repeat(part, len(each))).arrow for part, each in parts.items()],
-                "language": [Column(pa.repeat(language, len(each))).arrow if (language := self.parts[part].language)
-                             else column("language", each) for part, each in parts.items()]}
-        several = parts.values()
+    def _joined(self, parts: Mapping[str, Manifest], or_recording: set[str]) -> Manifest:
+        """Join the rows of all parts. ``or_recording`` are columns that default to a row's recording."""
+        def column(name: str, manifest: Manifest) -> pa.Array:
+            default = manifest.wavs if name in or_recording else Column(pa.repeat("", len(manifest)))
+            return manifest.meta.get(name, default).arrow
+
+        def prefixed(part: str, values: pa.Array) -> pa.Array:
+            """Make ids or speakers distinct between parts."""
+            return join(f"{part}{_SEPARATOR}", values)
+
+        def speakers(part: str, manifest: Manifest) -> pa.Array:
+            values = manifest.speakers.arrow
+            return pc.if_else(pc.equal(values, ""), values, prefixed(part, values))
+
+        def language(part: str, manifest: Manifest) -> pa.Array:
+            of_part = self.parts[part].language
+            return Column(pa.repeat(of_part, len(manifest))).arrow if of_part else column("language", manifest)
+
+        manifests = parts.values()
+        names = dict.fromkeys(name for manifest in manifests for name in manifest.meta)
+        meta = {name: [column(name, manifest) for manifest in manifests] for name in names}
+        meta["corpus"] = [Column(pa.repeat(part, len(manifest))).arrow for part, manifest in parts.items()]
+        meta["language"] = [language(part, manifest) for part, manifest in parts.items()]
         return Manifest(
-            ids=pa.concat_arrays([join(f"{part}{_SEPARATOR}", each.ids.arrow) for part, each in parts.items()]),
-            durations=np.concatenate([each.durations for each in several]),
-            wavs=pa.concat_arrays([each.wavs.arrow for each in several]),
-            texts=pa.concat_arrays([each.texts.arrow for each in several]),
-            speakers=pa.concat_arrays([pc.if_else(pc.equal(each, ""), each, join(f"{part}{_SEPARATOR}", each))
-                                       for part, each in speakers.items()]),
-            starts=np.concatenate([each.starts for each in several]), remote=self.remote,
-            meta={name: pa.concat_arrays(columns) for name, columns in {
-                **{name: [column(name, each) for each in several] for name in names}, **tags}.items()})
+            ids=pa.concat_arrays([prefixed(part, manifest.ids.arrow) for part, manifest in parts.items()]),
+            durations=np.concatenate([manifest.durations for manifest in manifests]),
+            wavs=pa.concat_arrays([manifest.wavs.arrow for manifest in manifests]),
+            texts=pa.concat_arrays([manifest.texts.arrow for manifest in manifests]),
+            speakers=pa.concat_arrays([speakers(part, manifest) for part, manifest in parts.items()]),
+            starts=np.concatenate([manifest.starts for manifest in manifests]),
+            remote=self.remote,
+            meta={name: pa.concat_arrays(columns) for name, columns in meta.items()},
+        )
 
     # ---------------------------------------------------------------- what is prepared
 
     def manifest(self, split: str) -> Manifest:
         """Read the joint manifest of a split; the training manifest has the parts' shares."""
-        found = super().manifest(split)
+        manifest = super().manifest(split)
         if split == "train":
-            found.shares, found.once = self.shares(hours_of(found)), self.once
-        return found
+            manifest.shares = self.shares(hours_of(manifest))
+            manifest.once = self.once
+        return manifest
 
     def summary(self) -> str:
         """Return the tables of all parts, and one of their shares in training."""
@@ -306,10 +347,11 @@ class Mixture(Corpus):
 
     def rows(self, train: Manifest) -> list[list[Any]]:
         """Return a row for each part in training, with ``COLUMNS``."""
-        hours, counts, in_pass = hours_of(train), Counter(train.column("corpus")), hours_of_pass(train)
-        return [[name, self.parts[name].language or "", counts[name], round(own, 2),
-                 round(100 * train.shares[name], 1), round(train.shares[name] * in_pass / own, 2)]
-                for name, own in hours.items()]
+        counts = Counter(train.column("corpus"))
+        pass_hours = hours_of_pass(train)
+        return [[name, self.parts[name].language or "", counts[name], round(part_hours, 2),
+                 round(100 * train.shares[name], 1), round(train.shares[name] * pass_hours / part_hours, 2)]
+                for name, part_hours in hours_of(train).items()]
 
     def only_split(self, name: str, folder: str | Path) -> Corpus:
         raise SbkitError(f"a mixture has no split {name}", hint="name a corpus that has it (--data_folder), or one of "
@@ -326,7 +368,8 @@ def hours_of(manifest: Manifest, rows: np.ndarray | None = None) -> dict[str, fl
     names, numbers = manifest.column("corpus").numbered()
     durations = manifest.durations
     if rows is not None:
-        numbers, durations = numbers[rows], durations[rows]
+        numbers = numbers[rows]
+        durations = durations[rows]
     seconds = np.bincount(numbers, weights=durations, minlength=len(names))
     return dict(zip(names, (seconds / 3600).tolist(), strict=True))
 

@@ -63,9 +63,14 @@ def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
     if head[at + 36 : at + 40] == b"VBRI":
         count = int.from_bytes(head[at + 50 : at + 54], "big")
         return Mp3(count, count * frame.samples, False, True, start + at)
-    data, first, frames, samples, sizes = read_all(read, start), start + at, 0, 0, set()
+    data = read_all(read, start)
+    first = start + at
+    frames = 0
+    samples = 0
+    sizes = set()
     while (frame := frame_at(data, at)) is not None and at + frame.size <= len(data):
-        frames, samples = frames + 1, samples + frame.samples
+        frames = frames + 1
+        samples = samples + frame.samples
         sizes.add(frame.size & ~1)  # padding makes a frame of constant bit rate one byte longer
         at += frame.size
         if frame_at(data, at) is None:
@@ -125,7 +130,9 @@ def frame_at(data: bytes, at: int) -> Frame | None:
     """The frame header at an offset; None if there is none."""
     if at + 4 > len(data) or data[at] != 0xFF or data[at + 1] & 0xE6 != 0xE2:  # sync, layer III
         return None
-    version, rate, hertz = data[at + 1] >> 3 & 3, data[at + 2] >> 4, data[at + 2] >> 2 & 3
+    version = data[at + 1] >> 3 & 3
+    rate = data[at + 2] >> 4
+    hertz = data[at + 2] >> 2 & 3
     if version == 1 or rate in (0, 15) or hertz == 3:
         return None
     newest = version == 3

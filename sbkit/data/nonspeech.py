@@ -16,18 +16,21 @@ from sbkit.system.schema import NOT_NEGATIVE, require
 #: The path of a row that is made, before the numbers of the row whose length it has and of those heard in it.
 SCHEME = "nonspeech:"
 #: Of the rows that are made, this share is silence alone, and this one has two utterances; in others there is one.
-_ALONE, _TWO = 0.5, 0.15
+_ALONE = 0.5
+_TWO = 0.15
 #: Of a row, the share that utterances in it have at most.
 _SPOKEN = 0.8
 #: Levels of silence alone, and how far below an utterance it is around and under one, in decibels. Without noisy speech
 #: a model learns that noise alone says that nobody speaks.
-_LEVELS, _BELOW = (-95.0, -12.0), (0.0, 50.0)
+_LEVELS = (-95.0, -12.0)
+_BELOW = (0.0, 50.0)
 #: The same of the corpus' own rows: speech that is louder, so that a model needn't guess words in what is mostly noise.
 UNDER = (10.0, 65.0)
 _PAUSE_SECONDS = 0.25
 #: The share of sounds that swell and fade, and how often a second, as a power of ten: from wind to syllables. A model
 #: that only hears steady noise takes one that swells for somebody who speaks.
-_SWELLING, _SWELLS = 0.4, (-0.7, 1.0)
+_SWELLING = 0.4
+_SWELLS = (-0.7, 1.0)
 
 
 def breaths(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
@@ -35,7 +38,8 @@ def breaths(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     sound = 0.003 * rng.standard_normal(size)
     for _ in range(max(1, int(size / rate * rng.uniform(0.3, 2)))):
         length = min(size, int(rate * rng.uniform(0.05, 1.2)))
-        middle, width = rng.uniform(300, 4000), rng.uniform(0.4, 1.5)
+        middle = rng.uniform(300, 4000)
+        width = rng.uniform(0.4, 1.5)
         burst = coloured(rng, length, resonance(middle, width), rate)
         at = int(rng.integers(size - length + 1))
         swell = np.sin(np.pi * np.linspace(0, 1, length) ** rng.uniform(0.3, 2))
@@ -66,9 +70,11 @@ def music(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     """Chords, a bass, a melody and a drum on one beat: notes of a scale with harmonics that fade."""
     beat = max(1, int(rate * rng.uniform(0.15, 0.6)))
     scale = rng.uniform(50, 70) + np.array([0, 2, 4, 5, 7, 9, 11] if rng.random() < 0.5 else [0, 2, 3, 5, 7, 8, 10])
-    fades, rise = rng.uniform(0.1, 1.5), rng.uniform(0.002, 0.1)
+    fades = rng.uniform(0.1, 1.5)
+    rise = rng.uniform(0.002, 0.1)
     harmonics = rng.random() ** np.arange(rng.integers(1, 10))
-    sound, melody = np.zeros(size + 1), rng.random() < 0.7
+    sound = np.zeros(size + 1)
+    melody = rng.random() < 0.7
     drum = ringing(rng, rate, rng.uniform(60, 6000), rng.uniform(0.01, 0.1)) if rng.random() < 0.5 else np.zeros(1)
     for number, at in enumerate(range(0, size, beat)):
         places = [int(rng.integers(14))] * melody
@@ -99,7 +105,8 @@ def textures(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
 
     What sounds are made of that have no pitch and no words is little more than how fast each band changes.
     """
-    sound, pace = np.zeros(size), rng.uniform(-0.7, 1.3)
+    sound = np.zeros(size)
+    pace = rng.uniform(-0.7, 1.3)
     for _ in range(rng.integers(3, 13)):
         middle = np.exp(rng.uniform(np.log(80), np.log(0.48 * rate)))
         band = coloured(rng, size, resonance(middle, rng.uniform(0.1, 1.2)), rate)
@@ -140,7 +147,8 @@ class NonSpeech:
                              hint="a share of the audio of training, at most 0.9; 0.1 is usual")
         if under > 1:
             raise SbkitError(f"nonspeech: under is {under:g}", hint="a share of the corpus' rows, from 0 to 1")
-        self.share, self.under = float(share), float(under)
+        self.share = float(share)
+        self.under = float(under)
         self.files = None if folder is None else AudioFiles(folder, "nonspeech")
 
     # ------------------------------------------------------------ which rows
@@ -150,10 +158,13 @@ class NonSpeech:
         if self.files is not None:
             self.files.check()
         rng = np.random.Generator(np.random.PCG64([seed % 2**64, 0x51]))
-        spoken, parts = np.flatnonzero(train.durations > 0), np.zeros(len(train), np.int64)
+        spoken = np.flatnonzero(train.durations > 0)
+        parts = np.zeros(len(train), np.int64)
         if train.shares:
             parts = train.column("corpus").numbered()[1].astype(np.int64)
-        like, made, texts = list[int](), list[str](), list[list[str]]()
+        like = list[int]()
+        made = list[str]()
+        texts = list[list[str]]()
         for part in np.unique(parts):
             rows = spoken[parts[spoken] == part]
             rows = rows[np.argsort(train.durations[rows], kind="stable")]
@@ -191,13 +202,16 @@ class NonSpeech:
         recording : reads a recording [S] of the corpus, whose quietest part may sound on
         below : from how many to how many decibels it is below the utterances
         """
-        loudness, number, room = 10 ** (rng.uniform(*_LEVELS) / 20), rng.random(), False
+        loudness = 10 ** (rng.uniform(*_LEVELS) / 20)
+        number = rng.random()
+        room = False
         if self.files is not None and number < 0.5:
             found = self.files.draw(rng, lambda path: recorded_noise(path, size, rate, rng)).astype(np.float64)
         elif number > 0.9:
             found = np.zeros(size)
         elif number > 0.8 and recording is not None:
-            found, room = room_of(recording(), size, rate, rng), True
+            found = room_of(recording(), size, rate, rng)
+            room = True
         else:
             found = np.zeros(size)
             for weight in (1.0, rng.random())[: rng.integers(1, 3)]:

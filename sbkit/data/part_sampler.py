@@ -52,7 +52,8 @@ class PartSampler:
 
     def __init__(self, parts: Parts, seconds: np.ndarray, buckets: np.ndarray, least: int = 1, seed: int = 0):
         shares = np.array(list(parts.shares.values()), np.float64)
-        count, part_count = int(buckets.max()) + 1, len(shares)
+        count = int(buckets.max()) + 1
+        part_count = len(shares)
         audio = np.bincount(parts.numbers, weights=seconds, minlength=part_count)
         drawn = shares > 0
         if not (drawn & (audio > 0)).any() or (drawn & (audio == 0)).any():
@@ -82,9 +83,12 @@ class PartSampler:
 
     def drawn(self, passes: int) -> np.ndarray:
         """Return the number of draws of each part in each bucket in the first ``passes``, ``[buckets, P]``."""
-        wanted, seats = self._wanted, passes * self.sizes
-        total, part_count = np.maximum(wanted.sum(1), 1e-300), wanted.shape[1]
-        low, high = np.maximum(seats - part_count, 0) / total, (seats + part_count + 1) / total
+        wanted = self._wanted
+        seats = passes * self.sizes
+        total = np.maximum(wanted.sum(1), 1e-300)
+        part_count = wanted.shape[1]
+        low = np.maximum(seats - part_count, 0) / total
+        high = (seats + part_count + 1) / total
 
         def drawn_until(position: np.ndarray) -> np.ndarray:
             return np.floor(wanted * position[:, None] + 0.5)
@@ -92,7 +96,8 @@ class PartSampler:
         for _ in range(64):  # bisection: the last draw lies between low and high
             middle = (low + high) / 2
             below = drawn_until(middle).sum(1) <= seats
-            low, high = np.where(below, middle, low), np.where(below, high, middle)
+            low = np.where(below, middle, low)
+            high = np.where(below, high, middle)
         certain = drawn_until(low)
         tied = drawn_until(high) - certain
         return (certain + tied * (tied.cumsum(1) <= (seats - certain.sum(1))[:, None])).astype(np.int64)
@@ -101,7 +106,8 @@ class PartSampler:
         """Draw the rows of a pass, counted from 1, bucket by bucket, and the pass number of each row."""
         first, last = (self.drawn(passes) for passes in (number - 1, number))
         ends = np.cumsum((last - first).sum(1))
-        rows, pass_numbers = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int32)
+        rows = np.empty(ends[-1], np.int64)
+        pass_numbers = np.empty(ends[-1], np.int32)
         for bucket, (begin, end) in enumerate(zip(first, last, strict=True)):  # a bucket fits into the CPU's cache
             at = slice(ends[bucket] - (end - begin).sum(), ends[bucket])
             rows[at], pass_numbers[at] = self._draw(bucket, begin, end)
@@ -109,7 +115,8 @@ class PartSampler:
 
     def _draw(self, bucket: int, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Draw the rows of one bucket from the ``first`` draw of each part to before the ``last``, as :meth:`draw`."""
-        counts, starts = self._counts[bucket], self._starts[bucket]
+        counts = self._counts[bucket]
+        starts = self._starts[bucket]
         parts = np.flatnonzero(last > first)
         begun = first[parts] // counts[parts]
         rounds = (last[parts] - 1) // counts[parts] - begun + 1  # through all rows
@@ -122,7 +129,10 @@ class PartSampler:
         shuffled = np.lexsort((_scramble(self._keys[rows] ^ _scramble(turns.astype(np.uint64))), which))
         draws = turns * counts[part][which] + _counted(sizes)
         drawn = (draws >= first[part][which]) & (draws < last[part][which])
-        rows, turns, draws, which = rows[shuffled][drawn], turns[drawn], draws[drawn], part[which[drawn]]
+        rows = rows[shuffled][drawn]
+        turns = turns[drawn]
+        draws = draws[drawn]
+        which = part[which[drawn]]
         line = np.argsort((draws + 0.5) / self._wanted[bucket][which], kind="stable")
         return rows[line], turns[line] + 1
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 #: number of frames (in bf16 20 ms per step, and memory), and on a GPU ``--compile`` records each shape. Without it,
 #: cuDNN and cuFFT make a plan for each new shape within a few milliseconds, so half of the rounding is enough there:
 #: with lengths as in Common Voice it pads 1.4 %, and 155 of 3,900 batches per epoch have a new shape instead of 3,500.
-ROUND_SECONDS, GPU_ROUND_SECONDS = 0.32, 0.16
+ROUND_SECONDS = 0.32
+GPU_ROUND_SECONDS = 0.16
 #: Lengths below this number of units are rounded to multiples of a half, a quarter and so on: at most 12 % of padding,
 #: and this many more shapes each time the length is halved.
 UNITS = 8
@@ -173,7 +174,8 @@ class Plan:
     def __init__(self, durations: Sequence[float] | np.ndarray, batching: Batching,
                  ids: Sequence[str] | None = None, round_seconds: float = 0.0, epochs: int | None = None,
                  labels: np.ndarray | None = None, parts: Parts | None = None):
-        self.batching, self.round_seconds = batching, round_seconds
+        self.batching = batching
+        self.round_seconds = round_seconds
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
         _refuse(self.durations, batching, ids)
         if labels is not None and parts is not None:
@@ -184,11 +186,13 @@ class Plan:
             longest = np.float32(batching.max_batch_seconds / batching.min_capacity)
             self.durations = np.maximum(self.durations, np.minimum(rounded, longest))
         # Without rounding, so that the number of labels in a step doesn't depend on the device.
-        seconds, least = batching.update_seconds, batching.min_batch_utterances
+        seconds = batching.update_seconds
+        least = batching.min_batch_utterances
         self.sampler: LabelSampler | Buckets = Buckets(
             self.durations, seconds, batching.buckets, least, parts, batching.seed) if labels is None else LabelSampler(
                 labels, np.asarray(durations, np.float32), batching.clips_per or {}, seconds, least)
-        self.edges, lengths = self.sampler.edges, self.sampler.lengths
+        self.edges = self.sampler.edges
+        lengths = self.sampler.lengths
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
         self.passes = max(1, -(-batching.min_steps // (len(lengths) * epochs))) if epochs else 1
         """How often an epoch goes through the corpus."""
@@ -239,9 +243,12 @@ class Plan:
 
     def epoch(self, epoch: int) -> EpochPlan:
         """The plan of one epoch, counted from 1; every epoch, and every pass in it, is shuffled differently."""
-        steps, size = len(self._bounds) - 1, int(self._bounds[-1])
+        steps = len(self._bounds) - 1
+        size = int(self._bounds[-1])
         bounds = [self._bounds[:1], *(self._bounds[1:] + i * size for i in range(self.passes))]
-        members, pass_numbers, orders = [], [], []
+        members = []
+        pass_numbers = []
+        orders = []
         for i, number in enumerate(range(self.passes * (epoch - 1) + 1, self.passes * epoch + 1)):
             rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, number]))
             drawn, numbers = self.sampler.draw(rng, number)
@@ -257,9 +264,11 @@ class Plan:
 
     def padded_seconds(self, world: int = 1, min_micros: int = 1) -> float:
         """The mean seconds of audio in a step on one of ``world`` devices, padding included, of up to 200 steps."""
-        epoch, found = self.epoch(1), []
+        epoch = self.epoch(1)
+        found = []
         for i in np.unique(np.linspace(0, len(epoch) - 1, min(200, len(epoch))).round().astype(int)):
-            parts, shape = epoch.share(i, 0, world, min_micros), epoch.shape(i, world, min_micros)
+            parts = epoch.share(i, 0, world, min_micros)
+            shape = epoch.shape(i, world, min_micros)
             found.append(sum(len(part) * float(epoch.durations[part].max()) for part in parts if len(part))
                          if shape is None else len(parts) * shape.rows * shape.seconds)
         return float(np.mean(found))
@@ -271,9 +280,15 @@ class EpochPlan:
     def __init__(self, durations: np.ndarray, batching: Batching, members: np.ndarray, bounds: np.ndarray,
                  order: np.ndarray, pass_numbers: Sequence[np.ndarray],
                  shape_of: Callable[[int, int, int], tuple[Shape, int] | None] | None):
-        self.durations, self.batching, self.members = durations, batching, members
-        self._bounds, self._order, self._pass_numbers, self._shape_of = bounds, order, pass_numbers, shape_of
-        self._clips, self.padded = batching.clips, shape_of is not None
+        self.durations = durations
+        self.batching = batching
+        self.members = members
+        self._bounds = bounds
+        self._order = order
+        self._pass_numbers = pass_numbers
+        self._shape_of = shape_of
+        self._clips = batching.clips
+        self.padded = shape_of is not None
 
     def __len__(self) -> int:
         return len(self._order)
@@ -333,7 +348,8 @@ class EpochPlan:
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (keeps one step, and this object lives for an epoch)
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
-        batching, clips = self.batching, self._clips
+        batching = self.batching
+        clips = self._clips
         start, stop = self._bounds[self._order[i] : self._order[i] + 2]
         places = np.arange(start, stop).reshape(-1, clips)  # what stays together
         longest = self.durations[self.members[places]].max(1)
@@ -342,7 +358,8 @@ class EpochPlan:
             # All micro-batches get one shape, so they are even if they have as many utterances.
             parts = min(padded[1] * world, max(1, len(places) // batching.min_batch_utterances))
             return np.array_split(places[order].ravel(), parts), padded[1]
-        places, seconds = places[order], (clips * longest[order]).tolist()
+        places = places[order]
+        seconds = (clips * longest[order]).tolist()
         largest = (batching.max_batch_utterances or places.size) // clips
         smallest = -(-batching.min_batch_utterances // clips)
         cuts = _cut(seconds, batching.max_batch_seconds, smallest, largest)
@@ -350,7 +367,8 @@ class EpochPlan:
         micros = max(min_micros, -(-len(cuts) // world))
         allowed = micros * world
         # The smallest limit for which `allowed` parts are enough makes them as even as possible.
-        low, high = sum(seconds) / allowed, batching.max_batch_seconds
+        low = sum(seconds) / allowed
+        high = batching.max_batch_seconds
         best = cuts
         while high - low > 0.01 * high:
             middle = (low + high) / 2
@@ -358,7 +376,8 @@ class EpochPlan:
             if cuts is None:
                 low = middle
             else:
-                best, high = cuts, middle
+                best = cuts
+                high = middle
         return [places[a:b].ravel() for a, b in best], micros
 
 
@@ -370,7 +389,8 @@ def _cut(seconds: list[float], max_seconds: float, least: int, most: int,
     ``2 * least - 1`` items, which fit into ``max_batch_seconds``.
     """
     cuts: list[tuple[int, int]] = []
-    start, total = 0, len(seconds)
+    start = 0
+    total = len(seconds)
     max_seconds *= 1 + 1e-6  # durations are float32
     while start < total:
         if allowed is not None and (len(cuts) == allowed or least * seconds[start] > max_seconds):

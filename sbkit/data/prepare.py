@@ -37,7 +37,8 @@ from sbkit.system.console import counted, progress, table
 logger = logging.getLogger(__name__)
 
 #: Reasons for which a row is left out; only the first that applies is counted.
-MALFORMED, REFUSED = "malformed row", "refused URL"
+MALFORMED = "malformed row"
+REFUSED = "refused URL"
 IN_OTHER_SPLIT = "also in dev or test"
 EXCLUDED = "excluded"
 REASONS = (MALFORMED, REFUSED, "repeated id", IN_OTHER_SPLIT, MISSING, "no text", EXCLUDED, UNDECODABLE,
@@ -228,7 +229,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
 
     # By the sound: training leaves out copies of what dev and test have; those only report theirs.
     if copies is not None:
-        left, every = np.flatnonzero(codes == 0), np.arange(len(rows))
+        left = np.flatnonzero(codes == 0)
+        every = np.arange(len(rows))
         found = copies.search(split, rows.ids.take(left), rows.wavs.take(left), rows.starts[left], durations[left],
                               keep=split != "train")
         originals, broken = ({int(left[i]): text for i, text in each.items()} for each in found)
@@ -244,7 +246,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         ids=rows.ids, durations=np.nan_to_num(durations), wavs=rows.wavs, texts=texts, speakers=rows.speakers,
         starts=rows.starts, meta=meta, remote=remote)
     manifest = everything.select(kept)
-    report.kept, report.hours = len(manifest), manifest.hours
+    report.kept = len(manifest)
+    report.hours = manifest.hours
     report.speakers = speakers_in(manifest)
     report.synthesised = hours_by_synthesiser(manifest)
     report.outside_alphabet = dict(outside.most_common(100))
@@ -279,7 +282,8 @@ def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
     keys = recording_keys(rows.wavs, rows.starts)
     if rows.starts.any():  # segments that begin together and end apart are no copies
         keys = Column(join(keys.arrow, pc.cast(pa.array(rows.durations.round(1)), pa.large_string()), separator="@"))
-    recordings, spoken = keys.take(at).numbered()[1].astype(np.int64), rows.texts.take(at).numbered()[1]
+    recordings = keys.take(at).numbered()[1].astype(np.int64)
+    spoken = rows.texts.take(at).numbered()[1]
     different = np.unique(recordings * (len(at) + 1) + spoken, return_index=True)[1]
     several = np.flatnonzero(np.bincount(recordings[different]) > 1)
     if len(several):
@@ -337,7 +341,8 @@ def _durations(rows: Rows, usable: np.ndarray, details: dict[int, str], report: 
         return seconds
 
     found = measured(sample, "checking durations")
-    wrong, damaged = _correct(durations, rows, sample, found), np.isnan(found)
+    wrong = _correct(durations, rows, sample, found)
+    damaged = np.isnan(found)
     report.durations = {"listed": len(listed), "measured": len(unlisted), "checked": len(sample),
                         "disagree": int(wrong.sum())}
     if len(sample) < len(listed) and (wrong.mean() > _DISAGREE_SHARE or damaged.mean() > _DAMAGED_SHARE):
@@ -352,7 +357,8 @@ def _durations(rows: Rows, usable: np.ndarray, details: dict[int, str], report: 
 
 def _correct(durations: np.ndarray, rows: Rows, at: np.ndarray, found: np.ndarray) -> np.ndarray:
     """Replace durations of the rows ``at`` that disagree with the audio; return which ones did, as booleans."""
-    listed, left = durations[at], found - rows.starts[at]
+    listed = durations[at]
+    left = found - rows.starts[at]
     wrong = _disagree(rows, listed, left)
     durations[at] = np.where(wrong | np.isnan(found), left, listed)
     return wrong

@@ -39,7 +39,8 @@ def synthesised(report: Mapping[str, Any]) -> str:
 
     report : the content of its ``prepare_report.json``
     """
-    total, hours = 0.0, dict[str, float]()
+    total = 0.0
+    hours = dict[str, float]()
     for split in report["splits"].values():
         total += split["hours"]
         for name, spoken in split.get("synthesised", {}).items():

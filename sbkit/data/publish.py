@@ -34,7 +34,8 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 _MAX_RECORD = 1 << 28  # bytes of a record: the names of a million recordings
 _NAMED = 5  # files that an error names
 #: Modes of a published folder, and of one that waits for its exchange: the sticky bit moves along with the folder.
-_PUBLISHED, _WAITING = 0o755, 0o755 | stat.S_ISVTX
+_PUBLISHED = 0o755
+_WAITING = 0o755 | stat.S_ISVTX
 
 
 @dataclass(frozen=True)

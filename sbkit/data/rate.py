@@ -51,7 +51,8 @@ def measure(reader: Reader) -> ReadingRate:
     """
     manifest = reader.manifest
     rows = np.linspace(0, len(manifest) - 1, min(SAMPLED, len(manifest))).astype(int).tolist()
-    seconds, began = 0.0, time.thread_time()
+    seconds = 0.0
+    began = time.thread_time()
     for row in rows:
         with contextlib.suppress(AudioError):
             reader.signals(row, manifest.ids[row], 1, reader.as_stored)

@@ -72,9 +72,15 @@ class Reader(Dataset[Any]):
         self.columns = columns or BatchColumns({})
         self._seconds = {name: manifest.seconds(name)
                          for name, column in self.columns.signals.items() if not column.aligned}
-        self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
-        self.seed, self.sample_rate, self.round_to, self.max_samples = seed, sample_rate, round_to, max_samples
-        self.least, self.nonspeech = least, nonspeech
+        self.manifest = manifest
+        self.tokenizer = tokenizer
+        self.augment = augment
+        self.seed = seed
+        self.sample_rate = sample_rate
+        self.round_to = round_to
+        self.max_samples = max_samples
+        self.least = least
+        self.nonspeech = nonspeech
         # Stages of augmentation, and columns that share or join recordings, compute with them.
         self.as_stored = as_stored and not self.columns.signals and (augment is None or not augment.stages)
         # Where rows are segments, their recordings go on.
@@ -103,7 +109,10 @@ class Reader(Dataset[Any]):
     def read(self, request: ReadRequest) -> Batch:
         """Read the batch of a request; recordings that can't be read are left out and named in ``batch.damaged``."""
         place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros}
-        ids, texts, read, damaged = [], [], [], []
+        ids = []
+        texts = []
+        read = []
+        damaged = []
         self._goes_on = []
         columns: dict[str, Any] = {name: [] for name in self.columns.texts}
         rows = request.rows.tolist()
@@ -120,7 +129,8 @@ class Reader(Dataset[Any]):
             texts.append(self.manifest.texts[row])
             for column in self.columns.texts:
                 columns[column].append(self.columns.text(self.manifest, column, row))
-        count, shape = len(ids), request.shape
+        count = len(ids)
+        shape = request.shape
         if count < self.least:
             count = 0
         if count == 0 or shape is not None:
@@ -130,7 +140,8 @@ class Reader(Dataset[Any]):
                 further = self.columns.stand_in(empty.signals, empty.signal_lengths)
                 return dataclasses.replace(empty, damaged=damaged, goes_on=self._goes_on, **further)
             fill = max(0, shape.rows - count)
-            ids, texts = [*ids[:count], *[STAND_IN] * fill], [*texts[:count], *[""] * fill]
+            ids = [*ids[:count], *[STAND_IN] * fill]
+            texts = [*texts[:count], *[""] * fill]
             read = read[:count] + [[empty.signals[0, :shape.samples(self.sample_rate)].numpy()]
                                    * (1 + len(self.columns.signals))] * fill
             for name, text in self.columns.stand_in(empty.signals[:1], empty.signal_lengths[:1])["columns"].items():
@@ -182,9 +193,11 @@ class Reader(Dataset[Any]):
     def signals(self, row: int, name: str, pass_number: int, as_stored: bool = False) -> list[np.ndarray]:
         """Read the waveforms of one utterance, ``[S]`` float32 each, augmented for this pass: its recording, and those
         of the columns of signals. A recording may be int16 if it is ``as_stored``."""
-        manifest, worker = self.manifest, torch.utils.data.get_worker_info()
+        manifest = self.manifest
+        worker = torch.utils.data.get_worker_info()
         self.reading[worker.id if worker else 0] = row
-        start, duration = float(manifest.starts[row]), float(manifest.durations[row])
+        start = float(manifest.starts[row])
+        duration = float(manifest.durations[row])
         rng = None if self.augment is None else self.augment.rng(self.seed, pass_number, name)
         speed = 1.0 if self.augment is None or rng is None else self.augment.speed(rng)
 
@@ -216,7 +229,8 @@ class Reader(Dataset[Any]):
                 if under:
                     recording = self.nonspeech.signal(len(alone), self.sample_rate, silence, [alone], lambda: alone,
                                                       UNDER)
-        aligned, others = {"": recording}, {}
+        aligned = {"": recording}
+        others = {}
         for other, column in self.columns.signals.items():
             if not column.aligned:
                 others[other] = read(manifest.column(other)[row], 0.0, float(self._seconds[other][row]))
@@ -247,7 +261,8 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
     if in_worker and hasattr(os, "memfd_create"):
         # Written as a file, since the kernel zeroes each page of a mapping before it is overwritten. What isn't written
         # reads as 0.
-        size, kind = shape[0] * shape[1] * dtype.itemsize, torch.empty(0, dtype=dtype).numpy().dtype
+        size = shape[0] * shape[1] * dtype.itemsize
+        kind = torch.empty(0, dtype=dtype).numpy().dtype
         file = os.memfd_create("batch")
         try:
             os.ftruncate(file, size)

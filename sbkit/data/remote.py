@@ -69,7 +69,8 @@ class Remote:
         """Download the bytes behind a URL, or ``size`` of them from ``offset`` on; ``OSError`` if that fails."""
         if why := self.refusal(url):
             raise OSError(why)
-        limit, too_large = int(self.megabytes * 1e6), f"larger than {self.megabytes:g} MB (corpus.url_megabytes)"
+        limit = int(self.megabytes * 1e6)
+        too_large = f"larger than {self.megabytes:g} MB (corpus.url_megabytes)"
         if size is not None and size > limit:
             raise OSError(too_large)
         wanted = limit + 1 if size is None else size

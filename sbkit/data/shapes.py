@@ -51,12 +51,14 @@ def choose_shapes(buckets: Buckets, tokens_of: np.ndarray, *, max_batch_seconds:
     """
     # [K] each, of the buckets: the longest utterance, ascending, the number of steps, the utterances in the largest of
     # them, and the most tokens of an utterance.
-    seconds, steps = buckets.edges.astype(np.float64), np.bincount(buckets.of_step, minlength=len(buckets.edges))
+    seconds = buckets.edges.astype(np.float64)
+    steps = np.bincount(buckets.of_step, minlength=len(buckets.edges))
     tokens, largest = np.zeros((2, len(seconds)), np.int64)
     np.maximum.at(tokens, buckets.of_utterance, tokens_of)
     np.maximum.at(largest, buckets.of_step, buckets.lengths)
     count, room = len(seconds), 2 * least - 1  # into as many any number can be cut
-    limit, most = EXCESS * max_batch_seconds, max_batch_utterances or int(largest.max())
+    limit = EXCESS * max_batch_seconds
+    most = max_batch_utterances or int(largest.max())
 
     def micro_batches(places: slice, capacity: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
         """Micro-batches of a rank in a step of each bucket, and rows of a micro-batch."""
@@ -73,13 +75,17 @@ def choose_shapes(buckets: Buckets, tokens_of: np.ndarray, *, max_batch_seconds:
         fewer = micro_batches(group, max(room, int(limit / seconds[last])))
         split = rows * seconds[last] > limit  # too many rows for the seconds of this group
         split[last] = False
-        micros, rows = np.where(split, fewer[0], micros), np.where(split, fewer[1], rows)
+        micros = np.where(split, fewer[0], micros)
+        rows = np.where(split, fewer[1], rows)
         rows = np.maximum.accumulate(rows[::-1])[::-1]  # of the groups that begin with each bucket
         cost[group, last] = np.cumsum((steps[group] * micros)[::-1])[::-1] * world * rows * seconds[last]
-        rows_of[last], micros_of[last] = rows, micros
+        rows_of[last] = rows
+        micros_of[last] = micros
 
     # Dynamic programming: totals[j], buckets 0..j in k + 1 groups; back[k][j], the last bucket before the last of them.
-    totals, back, ends = cost[0], [np.full(count, -1)], [float(cost[0, -1])]
+    totals = cost[0]
+    back = [np.full(count, -1)]
+    ends = [float(cost[0, -1])]
     for _ in range(min(max_shapes, count) - 1):
         options = totals[:-1, None] + cost[1:]  # [last bucket of the groups before, last bucket]
         before = options.argmin(0)
@@ -88,11 +94,14 @@ def choose_shapes(buckets: Buckets, tokens_of: np.ndarray, *, max_batch_seconds:
         totals = np.minimum(totals, fewest)
         ends.append(float(totals[-1]))
     number = next(k for k, end in enumerate(ends) if end <= (1 + WORTH) * ends[-1])
-    found, last = Shapes([Shape(0, 0.0, 0)] * count, [0] * count), count - 1
+    found = Shapes([Shape(0, 0.0, 0)] * count, [0] * count)
+    last = count - 1
     while last >= 0:
         first = int(back[number][last]) + 1
         shape = Shape(int(rows_of[last][first]), float(seconds[last]), int(tokens[first:last + 1].max(initial=0)))
         for bucket in range(first, last + 1):
-            found.of_bucket[bucket], found.micros[bucket] = shape, int(micros_of[last][bucket])
-        last, number = first - 1, max(0, number - 1)
+            found.of_bucket[bucket] = shape
+            found.micros[bucket] = int(micros_of[last][bucket])
+        last = first - 1
+        number = max(0, number - 1)
     return found

@@ -188,7 +188,9 @@ def _write(job: _Job) -> dict[str, Any]:
     whole = index.get("fingerprint") == fingerprint and job.path.is_file() and job.path.stat().st_size == index["size"]
     if whole and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
         return index
-    kept, left_out, offset = [], [], 0
+    kept = []
+    left_out = []
+    offset = 0
     with atomic_write(job.path, "wb") as file:
         for i, row in enumerate(job.rows):
             try:

@@ -21,7 +21,8 @@ ALIASES = {
     "test": ("test", "testing"),
 }
 
-_SHARE, _LEAST = 0.02, 100
+_SHARE = 0.02
+_LEAST = 100
 
 
 def check_splits(option: str, names: Collection[str]) -> None:
@@ -81,5 +82,6 @@ def hold_out(rows: Rows) -> dict[str, Rows]:
         raise SbkitError(f"{rows.origin} has too few rows to take dev and test from it: {len(rows)}",
                          hint="add rows, or give each split a list: --data_folder '{train: FILE, dev: FILE, ...}'")
     found = {name: rows.take(np.flatnonzero([split[key] == name for key in keys])) for name in SPLITS}
-    found["dev"].malformed, found["test"].malformed = [], []
+    found["dev"].malformed = []
+    found["test"].malformed = []
     return found

@@ -16,7 +16,8 @@ PADDING = "<pad>"
 #: The name of a voice whose corpus names no speaker.
 NAMELESS = "voice"
 #: Limits: more characters than this aren't letters, and with more speakers there is too little data of each.
-MAX_SYMBOLS, MAX_SPEAKERS = 10_000, 1_000
+MAX_SYMBOLS = 10_000
+MAX_SPEAKERS = 1_000
 _LONGEST, _MAX_BYTES = 200, 1 << 26  # characters of a speaker's name, and bytes of a file
 
 
@@ -148,7 +149,8 @@ def phones(text: str, pronounce: Pronunciation) -> Iterator[tuple[str, float]]:
         before, core, behind = split_punctuation(word)
         yield from zip(before, range(begin + 1, begin + len(word) + 1), strict=False)
         begin += len(before)
-        symbols, past = pronounce(core), 0.0
+        symbols = pronounce(core)
+        past = 0.0
         shares = symbol_weights(symbols)
         for symbol, share in zip(symbols, shares, strict=True):
             past += share

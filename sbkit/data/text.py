@@ -194,7 +194,8 @@ def _is_word(char: str) -> bool:
 
 def _keep_inside_words(match: re.Match[str]) -> str:
     """Replace inner punctuation or a joiner: it is kept between two characters of a word."""
-    text, at = match.string, match.start()
+    text = match.string
+    at = match.start()
     char = match[0]
     if 0 < at < len(text) - 1 and _is_word(text[at - 1]) and _is_word(text[at + 1]):
         return char

@@ -84,7 +84,9 @@ class Tokenizer:
         self.model_type = model_type
         self.character_coverage = float(character_coverage)
         self.characters = characters
-        self.bos_id, self.eos_id, self.blank_id = bos_id, eos_id, BLANK_ID
+        self.bos_id = bos_id
+        self.eos_id = eos_id
+        self.blank_id = BLANK_ID
         self.max_piece_length = max_piece_length
         self.split_by_whitespace = split_by_whitespace
         self.user_defined_symbols = list(user_defined_symbols)
@@ -186,7 +188,8 @@ class Tokenizer:
                 f"{self.path}: its unknown piece has id {processor.unk_id()}, the blank needs id {BLANK_ID}",
                 hint="train a tokenizer with unk_id 0, as SpeechBrain does")
         if self.model is not None:
-            self.bos_id, self.eos_id = processor.bos_id(), processor.eos_id()
+            self.bos_id = processor.bos_id()
+            self.eos_id = processor.eos_id()
         elif (processor.bos_id(), processor.eos_id()) != (self.bos_id, self.eos_id):
             raise SbkitError(
                 f"{self.path}: bos and eos have ids {processor.bos_id()} and {processor.eos_id()}, "

@@ -21,7 +21,8 @@ Read = Callable[[int, int], bytes]
 _CLAIM = re.compile(r"^\s*(?:data|SSND|Data Size|riff|Riff size)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
 #: A program that writes into a pipe doesn't know the size, and writes about the largest one instead.
 _UNKNOWN_SIZE = 0x7FFF0000
-_TAIL_BYTES, _MAX_TAIL_BYTES = 1 << 16, 1 << 23
+_TAIL_BYTES = 1 << 16
+_MAX_TAIL_BYTES = 1 << 23
 #: Samples of a FLAC frame by the code in its header; with codes 6 and 7 their number follows.
 _FLAC_SAMPLES = {1: 192, 2: 576, 3: 1152, 4: 2304, 5: 4608, **{code: 1 << code for code in range(8, 16)}}
 
@@ -67,13 +68,16 @@ def completed_wav(read: Read, size: int) -> bytes | None:
 
 def _wav(read: Read, size: int) -> tuple[int, int, int]:
     """Return where the last data chunk of a WAV begins, its bytes of audio, and those behind it in no chunk."""
-    at, start, held = 12, 0, 0
+    at = 12
+    start = 0
+    held = 0
     while at + 8 <= size:
         name, length = struct.unpack("<4sI", read(8, at))
         if start and (not all(0x20 <= each < 0x7F for each in name) or at + 8 + length > size):
             return start, held, size - at
         if name == b"data":
-            start, held = at, length
+            start = at
+            held = length
         at += 8 + length + length % 2
     return start, held, 0
 
@@ -99,7 +103,10 @@ def _flac_frame(data: bytes, block: int) -> tuple[int, int] | None:
     if len(data) < 16 or data[1] & 0xFE != 0xF8 or data[2] & 0xF == 0xF or data[3] >> 4 > 10 or data[3] & 1:
         return None
     more = 0 if data[4] < 0x80 else 7 - (data[4] ^ 0xFF).bit_length()  # a number, encoded like UTF-8
-    number, at, code, rate = data[4] & (0x7F >> more + (more > 0)), 5 + more, data[2] >> 4, data[2] & 0xF
+    number = data[4] & (0x7F >> more + (more > 0))
+    at = 5 + more
+    code = data[2] >> 4
+    rate = data[2] & 0xF
     for each in data[5:at]:
         number = number << 6 | each & 0x3F
     samples = _FLAC_SAMPLES.get(code, 0)

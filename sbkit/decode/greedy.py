@@ -45,7 +45,8 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
     from torchaudio.functional import forced_align
 
     check_shapes(log_probs, lengths)
-    frames, tokens = lengths.tolist(), target_lengths.tolist()
+    frames = lengths.tolist()
+    tokens = target_lengths.tolist()
     targets = targets.cpu()
     names = ids or [f"number {i} of the batch" for i in range(len(frames))]
     wrong = []

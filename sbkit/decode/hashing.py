@@ -54,7 +54,8 @@ class HashTable:
 
     def __init__(self, hashes: np.ndarray, values: np.ndarray):
         order = np.argsort(hashes, kind="stable")
-        self.hashes, self.values = hashes[order], values[order]
+        self.hashes = hashes[order]
+        self.values = values[order]
 
     def get(self, hashes: np.ndarray, default: float | int) -> np.ndarray:
         """Look up the values [N] of hashes [N]; ``default`` if missing."""

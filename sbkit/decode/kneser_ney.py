@@ -94,7 +94,8 @@ def read(texts: Iterable[str], min_count: int = 1, files: Workspace | None = Non
     """
     files = files or Workspace()
     numbers = _WordNumbers((word, number) for number, word in enumerate(SPECIAL))
-    begin, end = numbers[BEGIN], numbers[END]
+    begin = numbers[BEGIN]
+    end = numbers[END]
     encoded = Appended(files, np.int32)
     counts = np.zeros(0, np.int64)  # of each word
     sentences = 0

@@ -232,7 +232,8 @@ class NGram:
             words += len(sentences[-1]) + _SENTENCE
             if words > workspace.CHUNK:
                 yield sentences
-                sentences, words = [], 0
+                sentences = []
+                words = 0
         yield sentences
 
     def _scored(self, sentences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -26,7 +26,8 @@ def chunks(count: int) -> Iterator[slice]:
 def add_by_row(sums: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
     """Add each value to its row's sum; the rows are sorted, so that only a stretch of the sums is touched."""
     if len(rows):
-        first, last = int(rows[0]), int(rows[-1])
+        first = int(rows[0])
+        last = int(rows[-1])
         sums[first:last + 1] += np.bincount(rows - first, weights=values)
 
 

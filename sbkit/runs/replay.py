@@ -49,9 +49,9 @@ class Replay(Mixture):
                          weights={NEW: 1 - share, OLD: share}, best_by=NEW, once=NEW)
         self.language, self.text = corpus.language, corpus.text
 
-    def check_splits(self, found: Mapping[str, Collection[str]], needed: Sequence[str]) -> None:
-        super().check_splits(found, needed)
-        if "test" in needed and "test" not in found[OLD]:
+    def check_splits(self, splits_of_parts: Mapping[str, Collection[str]], needed: Sequence[str]) -> None:
+        super().check_splits(splits_of_parts, needed)
+        if "test" in needed and "test" not in splits_of_parts[OLD]:
             raise SbkitError(f"replay: {self.parts[OLD].source} has no test split to measure forgetting on",
                              hint="name a run, or a corpus that has one: replay_from")
 

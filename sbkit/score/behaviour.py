@@ -63,7 +63,8 @@ def _sound(kind: str, rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
         soft = np.convolve(rng.standard_normal(size), np.hanning(9), "same")
         return soft * np.maximum(0, np.sin(2 * np.pi * 0.3 * time + rng.uniform(0, 6))) ** 2
     if kind == "music":
-        sound, since = np.zeros(size), time[: int(size / time[-1])]
+        sound = np.zeros(size)
+        since = time[: int(size / time[-1])]
         for at in np.arange(0, time[-1], 0.25):  # broken chords of plucked strings, each for at most a second
             hertz = 110 * 2 ** ((12 * rng.integers(3) + rng.choice([0, 4, 7, 9])) / 12)
             place = sound[int(np.searchsorted(time, at)):][: len(since)]

@@ -234,7 +234,8 @@ def _fronts(ref: np.ndarray, hyp: np.ndarray, deletions: int, insertions: int) -
     Only cells that a path with at most this many ``deletions`` and ``insertions`` can reach, -deletions <= j - i <=
     insertions. Cells beyond a pair's own lengths are meaningless.
     """
-    (rows, batch), columns = ref.shape, len(hyp)
+    (rows, batch) = ref.shape
+    columns = len(hyp)
     hyp = hyp[::-1]
     # One extra, unreachable row on either side.
     paths = np.full((3, rows + 3, batch), _UNREACHABLE, dtype=np.int64)

@@ -50,7 +50,8 @@ class ErrorRates:
         if not len(ids) == len(references) == len(hypotheses):
             raise SbkitError(f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} hypotheses "
                              "can't be paired")
-        refs, hyps = self._tokens(references), self._tokens(hypotheses)
+        refs = self._tokens(references)
+        hyps = self._tokens(hypotheses)
         # SpeechBrain treats an empty first word, which "".split(" ") gives, as a reference of length zero.
         _refuse([name for name, ref in zip(ids, refs, strict=True) if not ref or ref[0] == ""],
                 "an empty reference", "correct the transcript or leave the utterance out")
@@ -101,7 +102,8 @@ class ErrorRates:
     def summary(self) -> dict[str, float | int]:
         """SpeechBrain's ``ErrorRateStats.summarize()``: the same keys, the same numbers."""
         insertions, deletions, substitutions = (int(kind.sum()) for kind in self.counts)
-        edits, tokens = insertions + deletions + substitutions, self._size
+        edits = insertions + deletions + substitutions
+        tokens = self._size
         wrong = int(np.count_nonzero(self.edits))
         return {
             "WER": 100.0 * edits / tokens, "SER": 100.0 * wrong / len(self), "num_edits": edits,

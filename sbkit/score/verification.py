@@ -48,7 +48,8 @@ def rates(scores: np.ndarray, same: np.ndarray, p_target: float = P_TARGET, time
     """
     times = np.ones(len(scores), np.int64) if times is None else times
     of_one = times * np.asarray(same, bool)
-    targets, others = int(of_one.sum()), int((times - of_one).sum())
+    targets = int(of_one.sum())
+    others = int((times - of_one).sum())
     if not targets or not others:
         return Rates(np.nan, np.nan, np.nan)
 

@@ -26,7 +26,8 @@ SUFFIXES = (".tar.gz", ".tgz", ".tar")
 _STAMP = ".unpacked.json"  # names the archive that the folder has completely
 _BEGUN = ".begun.json"  # names the archive that the folder has at least a part of
 # MP3s barely compress, so a larger archive that grows by more than this factor is a zip bomb.
-_MAX_GROWTH, ALWAYS_ALLOWED = 20, 256 << 20
+_MAX_GROWTH = 20
+ALWAYS_ALLOWED = 256 << 20
 # Limit for long names and other headers between the files; real ones have a few hundred bytes.
 _MAX_HEADER_BYTES = 1 << 20
 _BLOCK = 1 << 20
@@ -156,7 +157,9 @@ class _Counted:
     """Reads a stream, and refuses one that grows beyond a limit."""
 
     def __init__(self, stream: IO[bytes] | gzip.GzipFile, archive: Path, size: int):
-        self.stream, self.archive, self.size = stream, archive, size
+        self.stream = stream
+        self.archive = archive
+        self.size = size
         self.left = max(size * _MAX_GROWTH, ALWAYS_ALLOWED)
 
     def read(self, size: int) -> bytes:

@@ -49,7 +49,9 @@ class Rows:
                  starts: np.ndarray | None = None, meta: Mapping[str, Sequence[str]] | None = None,
                  malformed: Sequence[tuple[str, str]] = ()):
         count = len(ids)
-        self.origin, self.ids, self.wavs = origin, Column(ids), Column(wavs)
+        self.origin = origin
+        self.ids = Column(ids)
+        self.wavs = Column(wavs)
         self.texts, self.speakers = (blank(count) if column is None else Column(column) for column in (texts, speakers))
         self.durations = np.full(count, np.nan) if durations is None else durations
         self.starts = np.zeros(count) if starts is None else starts
@@ -146,7 +148,8 @@ class Source(ABC):
 
     def inherit_needs(self, other: Source) -> None:
         """Require the same roles as another source, which reads this one."""
-        self.needs_text, self.wanted = other.needs_text, other.wanted
+        self.needs_text = other.needs_text
+        self.wanted = other.wanted
 
     def check_texts(self) -> None:
         """Refuse a layout that never has transcripts, if the task needs them."""
@@ -235,7 +238,8 @@ def no_column(where: object, role: str, available: Iterable[str], columns: Mappi
 def unique_ids(ids: Iterable[str]) -> list[str]:
     """Make ids unique with numbers (a, a-2, a-3), skipping those that already exist."""
     ids = list(ids)
-    known, seen = set(ids), dict.fromkeys(ids, 0)
+    known = set(ids)
+    seen = dict.fromkeys(ids, 0)
     result = []
     for id_ in ids:
         seen[id_] += 1

@@ -41,7 +41,8 @@ class CommonVoice(Source):
     paths_start = "unpack its recordings into clips/, beside the lists"
 
     def __init__(self, path: Path, language: str | None = None):
-        chosen, there = [path], [path]
+        chosen = [path]
+        there = [path]
         if not is_language_folder(path):
             there = language_folders(path)
             chosen = [folder for folder in there if language in (None, folder.name)]

@@ -64,10 +64,14 @@ def check_exists(source: Named) -> None:
     """Refuse a source whose files or folders don't exist, or that is of no known kind, without reading it."""
     if isinstance(source, Mapping):
         given: list[str | Path] = [path for split, named in source.items() for path in _paths(split, named)]
-        suffixes, kind, expected = ONE_SPLIT, "file", f"expected {', '.join(ONE_SPLIT)}"
+        suffixes = ONE_SPLIT
+        kind = "file"
+        expected = f"expected {', '.join(ONE_SPLIT)}"
     else:
         given = [] if is_hub_address(source) else [source]
-        suffixes, kind, expected = (*SUFFIXES, *ONE_SPLIT), "file or folder", _EXPECTED
+        suffixes = (*SUFFIXES, *ONE_SPLIT)
+        kind = "file or folder"
+        expected = _EXPECTED
     for each in given:
         if not Path(each).exists():
             raise SbkitError(f"{each}: no such {kind}", hint=expected)

@@ -40,7 +40,8 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
     with locked(folder / f".{name}.lock"), disk.disk_errors_as_user_error(folder):
         if not is_stored(folder, name):
             done = _read_tables(folder, name)
-            shards, rows = len(done), sum(map(len, done))
+            shards = len(done)
+            rows = sum(map(len, done))
             left = _read(tables(rows), folder)
             with progress(what=f"storing {name}", total=total, unit="row", show=show_progress) as bar:
                 bar.update(rows)
@@ -107,8 +108,10 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
                 pq.write_table(pa.Table.from_pylist(self.rows), file)
 
     def add(self, row: dict[str, Any], number: int) -> None:
-        data, path = row.pop("bytes"), row.pop("path") or ""
-        listed, segment = to_number(row["duration"] or ""), bool(row["start"])
+        data = row.pop("bytes")
+        path = row.pop("path") or ""
+        listed = to_number(row["duration"] or "")
+        segment = bool(row["start"])
         row["wav"], row["duration"], row["start"] = path, listed, to_number(row["start"]) if segment else 0.0
         if data:
             row["wav"] = self._append(data, path, number)
@@ -120,8 +123,10 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
             row["duration"] = listed if listed < left and segment else left
         row["name"] = PurePosixPath(path).stem or f"{number:08d}"
         for key in [key for key in row if key.startswith("audio ")]:
-            other, name = row.pop(key) or {}, key.removeprefix("audio ")
-            inside, where = other.get("bytes"), other.get("path") or ""
+            other = row.pop(key) or {}
+            name = key.removeprefix("audio ")
+            inside = other.get("bytes")
+            where = other.get("path") or ""
             row[f"meta {name}"] = self._append(inside, where, number, f".{name}") if inside else where
         self.rows.append(row)
 

@@ -34,7 +34,8 @@ class AudioFolder(Source):
                 "write a train.csv with the columns ID,duration,wav,wrd, or train.jsonl")
 
     def __init__(self, folder: Path):
-        self.folder, self.where = folder, str(folder)
+        self.folder = folder
+        self.where = str(folder)
         above = [name for name in ("train.tsv", "train.csv", "train.jsonl", "train.json")
                  if (folder.resolve().parent / name).is_file()]
         if above:  # the recordings of a corpus
@@ -111,7 +112,10 @@ class LibriSpeech(Source):
         return [self.kind, *(stamp(each) for path in lists for each in (path, path.parent))]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        ids, wavs, texts, speakers = [], [], [], []
+        ids = []
+        wavs = []
+        texts = []
+        speakers = []
         malformed: list[tuple[str, str]] = []
         for path in sorted(path for part in self.parts[name] for path in self._lists(self.folder, part)):
             recordings = {each.stem: str(each.absolute()) for each in _recordings(path.parent, "*")}
@@ -147,10 +151,12 @@ class VoxCeleb(Source):
     #: The speakers of VoxCeleb1's test set, whose names begin with an E.
     _TEST = range(10270, 10310)
     #: The share of the other speakers in dev, and their minimum number.
-    _SHARE, _MIN_SPEAKERS = 0.02, 2
+    _SHARE = 0.02
+    _MIN_SPEAKERS = 2
 
     def __init__(self, folder: Path):
-        self.folder, self.where = folder, str(folder)
+        self.folder = folder
+        self.where = str(folder)
 
     @classmethod
     def matches(cls, folder: Path) -> bool:
@@ -214,7 +220,9 @@ class VoiceBank(Source):
     _DEV_SPEAKERS = ("p226", "p287")
 
     def __init__(self, folder: Path, columns: Mapping[str, str]):
-        self.folder, self.where, self.columns = folder, str(folder), columns
+        self.folder = folder
+        self.where = str(folder)
+        self.columns = columns
 
     @classmethod
     def matches(cls, folder: Path) -> bool:

@@ -106,7 +106,8 @@ class Hub(HuggingFace):
                                  hint=f"options are {', '.join(_HUB_OPTIONS)}")
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.id):
             raise SbkitError(f"{address} is not the name of a dataset", hint="write hf://owner/name?config=fr")
-        self.config, self.revision = options.get("config"), options.get("revision")
+        self.config = options.get("config")
+        self.revision = options.get("revision")
         streaming = options.get("streaming", "false")
         if streaming.lower() not in ("true", "false"):
             raise SbkitError(f"{address}: streaming is {streaming!r}", hint="it is true or false")
@@ -189,7 +190,8 @@ class SavedToDisk(HuggingFace):
 
     def __init__(self, path: Path, cache: Path, columns: Mapping[str, str]):
         super().__init__(cache, columns)
-        self.path, self.where = path, str(path)
+        self.path = path
+        self.where = str(path)
         self._splits = path / "dataset_dict.json"
 
     @staticmethod
@@ -292,8 +294,10 @@ class _Layout:
                  needed: Sequence[str], wanted: Mapping[str, bool]):
         import datasets
 
-        self._origin, self._dataset = origin, dataset
-        schema, features = dataset.schema, dataset.features
+        self._origin = origin
+        self._dataset = dataset
+        schema = dataset.schema
+        features = dataset.features
         self.roles = {role: find_column(role, schema.names, columns) for role in dict.fromkeys((*ALIASES, *wanted))}
         audio = [field.name for field in schema if pa.types.is_struct(field.type)
                  and {"bytes", "path"} <= {child.name for child in field.type.fields}]
@@ -315,12 +319,14 @@ class _Layout:
         for table in self._dataset.batches(self._used, skip):
             audio = table.column(self.roles["audio"]).combine_chunks()
             if pa.types.is_struct(audio.type):
-                data, path = pc.struct_field(audio, "bytes"), pc.struct_field(audio, "path")
+                data = pc.struct_field(audio, "bytes")
+                path = pc.struct_field(audio, "path")
             elif pa.types.is_binary(audio.type) or pa.types.is_large_binary(audio.type):
                 data = audio
                 path = pa.nulls(len(table), pa.string())
             else:
-                data, path = pa.nulls(len(table), pa.binary()), audio
+                data = pa.nulls(len(table), pa.binary())
+                path = audio
             paths = [each if each is None or embedded or "://" in each else os.path.abspath(each) for each, embedded in
                      zip(path.cast(pa.string()).to_pylist(), data.is_valid().to_pylist(), strict=True)]
             columns = {"bytes": data, "path": pa.array(paths, pa.string())}

@@ -58,7 +58,8 @@ class JsonLines(FileSource):
                     found[role] |= values[role] is not None
                 if values["audio"] is None:
                     raise ValueError("no audio path")
-                start, duration = float(values["start"] or 0.0), float(values["duration"] or "nan")
+                start = float(values["start"] or 0.0)
+                duration = float(values["duration"] or "nan")
                 if not 0 <= start <= MAX_SECONDS or duration < 0:
                     raise ValueError(f"start {start}, duration {duration}")
                 row: dict[str, Any] = {role: _text(role, value) for role, value in values.items()}

@@ -14,7 +14,8 @@ from sbkit.data.sources.files import lines
 from sbkit.data.splits import SPLITS, assign_splits
 from sbkit.errors import SbkitError
 
-METADATA, WAVS = "metadata.csv", "wavs"
+METADATA = "metadata.csv"
+WAVS = "wavs"
 _LEAST = 8  # ids in dev and in test
 _ROLES = ("id", "audio", "text", "speaker")
 _MAX_COLUMNS = 3  # fields with a known meaning
@@ -35,7 +36,9 @@ class LJSpeech(Source):
     kind = "LJSpeech"
 
     def __init__(self, folder: Path, columns: Mapping[str, str], data_root: str | Path | None = None):
-        self.folder, self.path, self.where = folder, folder / METADATA, str(folder)
+        self.folder = folder
+        self.path = folder / METADATA
+        self.where = str(folder)
         self.places: dict[str, int] = {}  # the index of each field
         for role, given in columns.items():
             if role in ALIASES and role not in _ROLES:

@@ -26,7 +26,8 @@ _BATCH_BYTES = 32 << 20
 _ROWS_ANYHOW = 100_000
 #: What a row group may unpack to whatever its size, such as recordings of silence; and all rows together, of which many
 #: may repeat one value.
-_GROUP_ANYHOW, _ALL_ANYHOW = 64 << 20, 256 << 20
+_GROUP_ANYHOW = 64 << 20
+_ALL_ANYHOW = 256 << 20
 _DICTIONARY_PAGE, _DELTA_BYTE_ARRAY = 2, 7  # the numbers of a type of page and of an encoding
 _HEADER_BYTES = 1 << 12  # of a page that are read at first: most headers have fewer than 100
 _HINT = "is it from a source that you trust? write it again with the recordings and texts alone"
@@ -82,7 +83,8 @@ class ParquetFiles:
                 if lacking := [name for name in columns if name not in parquet.schema_arrow.names]:
                     raise SbkitError(f"{path} has no column {lacking[0]}, which {self.paths[0]} has")
                 rows_at_once = _check(path, file, parquet, columns)
-                unpacked, limit = 0, max(untrusted.MAX_PACKED * os.fstat(file.fileno()).st_size, _ALL_ANYHOW)
+                unpacked = 0
+                limit = max(untrusted.MAX_PACKED * os.fstat(file.fileno()).st_size, _ALL_ANYHOW)
                 for group in range(parquet.num_row_groups):
                     rows = parquet.metadata.row_group(group).num_rows
                     if skip >= rows:
@@ -109,12 +111,14 @@ def _plain(table: pa.Table) -> pa.Table:
 
 def _check(path: Path, file: BinaryIO, parquet: pq.ParquetFile, columns: Sequence[str]) -> int:
     """Refuse a file that unpacks to what no corpus has; return how many rows may be read at once."""
-    metadata, size = parquet.metadata, os.fstat(file.fileno()).st_size
+    metadata = parquet.metadata
+    size = os.fstat(file.fileno()).st_size
     most_values = size + _ROWS_ANYHOW
     if metadata.num_rows > most_values:
         raise SbkitError(f"{path} has {metadata.num_rows:,} rows in {disk.size(size)}, which no corpus can have",
                          hint=_HINT)
-    rows_at_once, packed_so_far = BATCH, 0
+    rows_at_once = BATCH
+    packed_so_far = 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         packed = unpacked = widest = 0
@@ -162,7 +166,8 @@ def _fixed_width(column: pq.ColumnSchema) -> int:
 
 def _pages(path: Path, file: BinaryIO, start: int, size: int) -> Iterator[_Page]:
     """Yield the pages of a column in a row group, by their headers alone."""
-    place, end = start, start + size
+    place = start
+    end = start + size
     while place < end:
         header, length = _page_header(path, file, place, end - place)
         unpacked = header.get(2)
@@ -209,7 +214,8 @@ class _CompactReader:
     _DEEPEST = 8  # structs within each other; a page's header has 3
 
     def __init__(self, data: bytes):
-        self._data, self.place = data, 0
+        self._data = data
+        self.place = 0
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
         if depth > self._DEEPEST:
@@ -217,7 +223,8 @@ class _CompactReader:
         fields: dict[int, Any] = {}
         number = 0
         while (head := self._byte()) != 0:
-            step, kind = head >> 4, head & 15
+            step = head >> 4
+            kind = head & 15
             number = number + step if step else self._integer()
             fields[number] = self._value(kind, depth)
         return fields

@@ -57,7 +57,8 @@ class SpeechBrainCsv(FileSource):
                     rates = (stops - starts) / durations
                 rates = rates[np.isfinite(rates)]
                 if len(rates) and (rate := round(float(np.median(rates)))) > _LOWEST_RATE:
-                    starts, stops = starts / rate, stops / rate
+                    starts = starts / rate
+                    stops = stops / rate
                 durations = np.where(np.isnan(durations), stops - starts, durations)
         used = {*found.values(), "stop"}
         meta = {f"source_{name}" if name in RESERVED else name: Column(values)

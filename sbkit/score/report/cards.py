@@ -34,7 +34,8 @@ class AudioEmbedder:
     """
 
     def __init__(self, megabytes: float, why_foreign: Callable[[str], str | None], remote: Remote = NO_REMOTE):
-        self.why_foreign, self.remote = why_foreign, remote
+        self.why_foreign = why_foreign
+        self.remote = remote
         self.left = int(megabytes * 1e6)
         self.megabytes = megabytes
         self._embedded: set[str] = set()
@@ -83,11 +84,13 @@ Card = dict[str, Any]
 def card(results: ScoredRun, clips: AudioEmbedder, index: int, remark: str = "",
          other: tuple[Tokens, str] | None = None) -> Card:
     """Make a card of an utterance from its index, a remark about it, and another run's (words, alignment)."""
-    one, reference = results.utterances[index], results.words.references[index]
+    one = results.utterances[index]
+    reference = results.words.references[index]
     texts = [("this run" if other else "", diff(reference, results.words.hypotheses[index], results.alignments[index]))]
     if other is not None:
         texts.insert(0, ("the other run", diff(reference, *other)))
-    edits, length = int(results.edits[index]), int(results.lengths[index])
+    edits = int(results.edits[index])
+    length = int(results.lengths[index])
     facts = [f"{counted(edits, 'error')} in {counted(length, 'word')}", f"{one.duration:.1f} s"]
     if one.confidence is not None:
         facts.append(f"confidence {percent(one.confidence)}")

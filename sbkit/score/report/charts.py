@@ -15,7 +15,8 @@ from sbkit.score.report.data import percent
 from sbkit.score.report.groups import UtteranceGroup
 from sbkit.score.report.templates import TEMPLATES
 
-WIDTH, HEIGHT = 400, 210
+WIDTH = 400
+HEIGHT = 210
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 12, 26  # margins around the plot
 MAX_POINTS = 300  # points of a curve; more are averaged
 MAX_BARS = 60
@@ -160,7 +161,8 @@ def in_text(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, s
     for one in series:  # beyond the picture, along its edges
         for at, value in zip(one.x, one.y, strict=True):
             cells[min(height - 1, max(0, round(y(value))))][round(x(at))] = marks[one.name]
-    names, below = [f"{value + 0.0:.4g}" for value in (y.high, y.low)], [" "] * (width + 4)
+    names = [f"{value + 0.0:.4g}" for value in (y.high, y.low)]
+    below = [" "] * (width + 4)
     for at, name in [ticks[0], ticks[-1]] if ticks else ():
         start = min(max(0, round(x(at))), width - len(name))
         below[start:start + len(name)] = name

@@ -53,7 +53,8 @@ class ScoredRun:
 
     def __post_init__(self) -> None:
         self.utterances = [one for one in self.utterances if one.reference.split()]
-        self.words, self.characters = ErrorRates("word"), ErrorRates("character")
+        self.words = ErrorRates("word")
+        self.characters = ErrorRates("character")
         for rates in (self.words, self.characters):
             rates.add([one.id for one in self.utterances], [one.reference for one in self.utterances],
                       [one.hypothesis for one in self.utterances])
@@ -209,7 +210,8 @@ def outside(wav: str, folders: Iterable[str]) -> str | None:
     A list that others have written may name any file of this machine, such as another user's dictation, and would
     bring it into a page that is made to be shown. Links are followed first.
     """
-    place, known = Path(split_member(wav)[0]).resolve(), [Path(each) for each in folders if os.path.isabs(each)]
+    place = Path(split_member(wav)[0]).resolve()
+    known = [Path(each) for each in folders if os.path.isabs(each)]
     if any(place.is_relative_to(each.resolve()) for each in known):
         return None
     return (f"it lies outside of the corpus' folder ({', '.join(map(str, known)) or 'unknown'}); if it belongs to the "
@@ -297,7 +299,8 @@ def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
 
 def _numbers(numbers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The content of a file by ``Results.write``, as fields of ``RunData``."""
-    estimate, players = numbers.get("estimate"), []
+    estimate = numbers.get("estimate")
+    players = []
     for each in numbers.get("players", []):
         # Recordings in the results' folder are found even if it was moved.
         wavs = [str(folder / sound["wav"]) if (folder / sound["wav"]).is_file() else sound["wav"]

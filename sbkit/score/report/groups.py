@@ -58,7 +58,8 @@ def breakdown(results: ScoredRun) -> Breakdown:
     bins = np.searchsorted(EDGES, np.array([one.duration for one in results.utterances]), side="right") - 1
     durations = []
     for i in np.unique(bins):  # empty groups are left out
-        low, high = EDGES[i], EDGES[i + 1]
+        low = EDGES[i]
+        high = EDGES[i + 1]
         durations.append(_group(f"{low}+ s" if math.isinf(high) else f"{low}–{high} s", results, bins == i))
     return Breakdown(durations, values, by_speaker(results), alike)
 
@@ -120,9 +121,11 @@ def by_speaker(results: ScoredRun) -> list[UtteranceGroup]:
 
 
 def _group(label: str, results: ScoredRun, which: np.ndarray, bounds: bool = True) -> UtteranceGroup:
-    inside, words = results.edits[which], results.lengths[which]
+    inside = results.edits[which]
+    words = results.lengths[which]
     low, high = interval_of(inside, words) if bounds and len(inside) >= MIN_UTTERANCES else (None, None)
-    wrong, total = int(inside.sum()), int(words.sum())
+    wrong = int(inside.sum())
+    total = int(words.sum())
     all_wrong, all_words = results.totals
     rest = 100 * (all_wrong - wrong) / (all_words - total) if all_words > total else None
     return UtteranceGroup(label, len(inside), total, wrong, low, high, rest)

@@ -55,7 +55,8 @@ def tiles(run: RunData) -> list[tuple[str, str, str, bool]]:
     if run.results is not None:
         chunk = "".join(f", {chunk_size.to_label(each['chunk'])}" for each in run.scored.get("chunks", ())[:1])
         for part, results in run.parts.items():
-            of, (low, high) = part and f" of {part}", interval(results.words)
+            of = part and f" of {part}"
+            (low, high) = interval(results.words)
             cells += [(f"Word error rate{of}{chunk}", rate(results.words.rate),
                        f"{low:.2f} to {high:.2f} (95\N{NO-BREAK SPACE}%)", True),
                       (f"Character error rate{of}", rate(results.characters.rate),
@@ -95,23 +96,27 @@ def tiles(run: RunData) -> list[tuple[str, str, str, bool]]:
 
 def against(run: RunData, other: RunData, found: RunComparison, clips: AudioEmbedder, count: int) -> Section:
     """Compare ``run`` with ``other`` on the same test set; ``found`` is their difference."""
-    columns, note = [found], ""
+    columns = [found]
+    note = ""
     better: list[int] = []
     worse: list[int] = []
     if run.results is not None and other.results is not None:
-        ours, before = run.results, other.results
+        ours = run.results
+        before = other.results
         columns.append(dataclasses.replace(compare(before.characters, ours.characters), name="CER"))
         place = {one.id: i for i, one in enumerate(before.utterances)}
         theirs = np.array([place[one.id] for one in ours.utterances])
         change = ours.edits - before.edits[theirs]
         order = np.argsort(change, kind="stable")
-        better, worse = [i for i in order if change[i] < 0], [i for i in order[::-1] if change[i] > 0]
+        better = [i for i in order if change[i] < 0]
+        worse = [i for i in order[::-1] if change[i] > 0]
         note = (f"Of {counted(len(change), 'utterance')} {len(better)} got better, {len(worse)} worse, and "
                 f"{len(change) - len(better) - len(worse)} have as many errors as before.")
         shown = [[card(ours, clips, int(i), other=(before.words.hypotheses[theirs[i]], before.alignments[theirs[i]]))
                   for i in indices[:count]] for indices in (better, worse)]
     else:  # by a metric of recordings instead of words
-        mine, before_it = run.estimate, other.estimate
+        mine = run.estimate
+        before_it = other.estimate
         assert mine is not None and before_it is not None, "write_report refuses runs without results"
         shown = [[], []]
         if mine.values and before_it.values:
@@ -119,7 +124,8 @@ def against(run: RunData, other: RunData, found: RunComparison, clips: AudioEmbe
             earlier = np.array([known[name] for name in mine.ids])
             change = (np.array(mine.values) - earlier) * (-1 if mine.lower_is_better else 1)
             order = np.argsort(change, kind="stable")
-            better, worse = [i for i in order[::-1] if change[i] > 0], [i for i in order if change[i] < 0]
+            better = [i for i in order[::-1] if change[i] > 0]
+            worse = [i for i in order if change[i] < 0]
             shown = [[recording(run.recordings[i], clips, f"{mine.name} {earlier[i]:.4g} to {mine.values[i]:.4g}")
                       for i in indices[:count]] for indices in (better, worse)]
     rows = zip(("the other run", "this run", "difference", "95 % interval", "p"), *map(_column, columns), strict=True)
@@ -145,7 +151,8 @@ def _curve(runs: Sequence[RunData], key: str, name: str, colour: int = 1) -> lis
     """The curve of each run from the lines within epochs or, if it was too short for those, from the epochs."""
     found = []
     for each in runs:
-        lines, of_lines = [line for line in each.steps if line.get(key) is not None], key
+        lines = [line for line in each.steps if line.get(key) is not None]
+        of_lines = key
         if whole := not lines:
             of_lines = "train_loss" if key == "loss" else key
             lines = [line for line in each.epochs if line.get(of_lines) is not None]
@@ -233,9 +240,11 @@ def live(run: RunData) -> Section | None:
     found: list[Mapping[str, Any]] = run.scored.get("chunks") or []
     if not found:
         return None
-    rows, points = [], []
+    rows = []
+    points = []
     for each in found:
-        name, (low, high) = chunk_size.to_label(each["chunk"]), each["WER_interval"]
+        name = chunk_size.to_label(each["chunk"])
+        (low, high) = each["WER_interval"]
         times = ["not measured" if value is None else f"{value:.2f}\N{NO-BREAK SPACE}s"
                  for value in (each["latency"], each["latency_p95"])]
         rows.append([name, rate(each["WER"]), f"{low:.2f} to\N{NO-BREAK SPACE}{high:.2f}", *times,
@@ -346,7 +355,8 @@ def data(run: RunData) -> Section | None:
     """Show what was read, kept and left out, and why."""
     if not run.prepared:
         return None
-    splits, source = run.prepared["splits"], run.prepared["source"]
+    splits = run.prepared["splits"]
+    source = run.prepared["source"]
     limits = {"min_duration": "?", "max_duration": "?", "short_text": "?", **run.prepared.get("options", {})}
     return {
         "rows": [(name, f"{entry['rows']:,}", f"{entry['kept']:,}", time_span(3600 * entry["hours"]),
