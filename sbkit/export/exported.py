@@ -94,20 +94,24 @@ class Exported:
         batch, samples = _EXAMPLE
         example = self.examples or (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
         program = graph.trace_module(self.graph.eval(), example, {"signals": (0, 1), "lengths": (0,)})
-        if (count := len(program.graph_signature.user_outputs)) != len(self.outputs):
+        count = len(program.graph_signature.user_outputs)
+        if count != len(self.outputs):
             raise SbkitError(f"the graph returns {count} tensors, but outputs names {len(self.outputs)}: "
                              f"{', '.join(self.outputs)}", hint="name each of them in Exported(outputs=...)")
         return program
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.Bundle:
         """Make the contents of config.json, without files, training and versions, which the export adds."""
-        lengths = {name: dimensions[1] for name in main_outputs(self.outputs)
-                   if len(dimensions := self.outputs[name]) > 1 and dimensions[1] in self.outputs}
+        lengths = {}
+        for name in main_outputs(self.outputs):
+            dimensions = self.outputs[name]
+            if len(dimensions) > 1 and dimensions[1] in self.outputs:
+                lengths[name] = dimensions[1]
         config = layout.GraphConfig(
             sample_rate=self.sample_rate, language=self.language, min_samples=graph.min_samples(program),
             outputs=list(self.outputs), labels=list(self.labels), lengths=lengths)
         if self.thresholds is not None:
-            config = layout.LabelsConfig(**vars(config), thresholds=[float(each) for each in self.thresholds])
+            config = layout.LabelsConfig(**vars(config), thresholds=[float(value) for value in self.thresholds])
             config.check(Path(layout.CONFIG))
         return config
 
@@ -128,31 +132,34 @@ class Exported:
 
     def reference(self, config: OwnBundle) -> Callable[[np.ndarray], Output]:
         """Return a function that runs the task's ``compute_forward`` on one waveform [S]."""
-        names, forward = main_outputs(self.outputs), self.forward
+        names = main_outputs(self.outputs)
+        forward = self.forward
         assert forward is not None, "the export sets it"
 
         @torch.no_grad()
         def run(signal: np.ndarray) -> Output:
             padded = np.pad(signal, (0, max(0, config.min_samples - len(signal))))
             result = forward(torch.from_numpy(padded), len(signal))
-            result = result if self.from_forward is None else self.from_forward(result)
+            if self.from_forward is not None:
+                result = self.from_forward(result)
             values = result if isinstance(result, (tuple, list)) else (result,)
-            if not all(isinstance(value, Tensor) for value in values) or \
-                    len(values) not in (len(names), len(self.outputs)):
-                parts = result if isinstance(result, (tuple, list)) else ()
-                kind = "a tensor" if isinstance(result, Tensor) else \
-                    f"{type(result).__name__}({', '.join(type(part).__name__ for part in parts)})"
-                raise SbkitError(f"compute_forward returns {kind}, and the graph "
+            all_tensors = all(isinstance(value, Tensor) for value in values)
+            if not all_tensors or len(values) not in (len(names), len(self.outputs)):
+                raise SbkitError(f"compute_forward returns {_described(result)}, and the graph "
                                  f"{', '.join(self.outputs)}, so they can't be compared",
                                  hint="convert the first into the second: Exported(..., from_forward=function)")
+            # Without lengths, no output has padding: there is one utterance.
             outputs = self.outputs if len(values) == len(self.outputs) else dict.fromkeys(names, ())
-            return split_batch(outputs, [value.numpy() for value in values])[0]
+            [output] = split_batch(outputs, [value.numpy() for value in values])
+            return output
 
         return run
 
     def comparison(self, clips: ComparisonClips, config: OwnBundle, folder: Path) -> Comparison:
         """Run the reference on the clips, to compare formats with."""
         names = main_outputs(self.outputs)
+        # Labels are compared by their numbers: a label of several words counts as one word.
+        numbers = {str(label): str(number) for number, label in enumerate(self.labels)}
 
         def text(output: Output) -> str:
             scores = output[0] if len(names) > 1 else output
@@ -160,11 +167,15 @@ class Exported:
                 return " ".join(sorted(numbers[label] for label in config.found(scores.tolist()))) or "none"
             return str(scores.argmax())
 
-        if self.labels:  # by numbers, because a label of several words is one, and a text that is no label isn't wrong
-            numbers = {str(label): str(number) for number, label in enumerate(self.labels)}
+        def reference_text(clip: Clip) -> str | None:
+            """The number of the clip's label; None, which isn't scored, for a text that is no label or has several."""
+            if clip.text is None or self.thresholds is not None:
+                return None
+            return numbers.get(clip.text)
+
+        if self.labels:
             clips = dataclasses.replace(clips, alone=[
-                Clip(clip.signal, None if clip.text is None or self.thresholds is not None else numbers.get(clip.text),
-                     clip.name) for clip in clips.alone])
+                Clip(clip.signal, reference_text(clip), clip.name) for clip in clips.alone])
         settings = ComparisonSettings(text=text if self.labels else None, rate="label errors",
                                       outputs=names if len(names) > 1 else (), thresholds=self.thresholds)
         return Comparison(clips, Reference(self.reference(config)), config.sample_rate, settings)
@@ -179,3 +190,11 @@ class Exported:
     def readme(self, name: str, config: OwnBundle, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
         """Make the text of the bundle's README.md; ``of_targets`` are the targets' sections."""
         return readme.text(name, config, comparison, of_targets)
+
+
+def _described(result: object) -> str:
+    """Name the type of what a task's forward returned, and the types in it."""
+    if isinstance(result, Tensor):
+        return "a tensor"
+    parts = result if isinstance(result, (tuple, list)) else ()
+    return f"{type(result).__name__}({', '.join(type(part).__name__ for part in parts)})"

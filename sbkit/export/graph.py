@@ -34,21 +34,24 @@ def trace_module(module: nn.Module, example: tuple[Tensor, ...],
                  dynamic_dims: Mapping[str, tuple[int, ...] | list[tuple[int, ...]]]) -> torch.export.ExportedProgram:
     """Trace a module; ``dynamic_dims`` are the dynamic dimensions of each input, a list of them for ``*inputs``."""
     dynamic: Any = torch.export.Dim.DYNAMIC  # torch's, which no type declares
-    shapes = {name: tuple(dict.fromkeys(each, dynamic) for each in dims) if isinstance(dims, list) else
-              dict.fromkeys(dims, dynamic) for name, dims in dynamic_dims.items()}
+    shapes: dict[str, Any] = {}
+    for name, dims in dynamic_dims.items():
+        if isinstance(dims, list):
+            shapes[name] = tuple(dict.fromkeys(dims_of_input, dynamic) for dims_of_input in dims)
+        else:
+            shapes[name] = dict.fromkeys(dims, dynamic)
     try:
         with torch.no_grad(), _quiet(), _without_cache():
             program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        origin: BaseException = error
-        while origin.__cause__ is not None:
-            origin = origin.__cause__
-        frames = traceback.extract_tb(origin.__traceback__)
         # The line of the model's code that raised the error, unless torch raised it.
-        inside = [each for each in frames[1:] if _TORCH_FOLDER not in each.filename and each.filename != __file__]
-        line = f" ({inside[-1].filename}, line {inside[-1].lineno}: {inside[-1].line})" if inside else \
-            _line_of_fixed_size(module, example, shapes)
-        raise SbkitError(f"the model can't be traced{line}: {_cause(error)}",
+        frames = [frame for frame in traceback.extract_tb(_origin(error).__traceback__)[1:]
+                  if _TORCH_FOLDER not in frame.filename and frame.filename != __file__]
+        if frames:
+            line = f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})"
+        else:
+            line = _line_of_fixed_size(module, example, shapes)
+        raise SbkitError(f"the model can't be traced{line}: {summary(_origin(error))}",
                          hint="look for a branch on values, a size that becomes a number (len(tensor), int(...)) or "
                          "a loop over frames") from error
     return program
@@ -63,12 +66,13 @@ def _line_of_fixed_size(module: nn.Module, example: tuple[Tensor, ...], shapes: 
         with torch.no_grad(), _quiet():
             draft: Any = torch.export.draft_export(  # torch's, with a report that no type declares
                 module, example, dynamic_shapes=shapes, strict=False)
-        names = {number: path for path, number in structured.INTERN_TABLE.items()}
+        paths = {number: path for path, number in structured.INTERN_TABLE.items()}
         for failure in draft._report.failures:
-            stack = [(names[each["filename"]], each) for each in failure.data.get("user_stack", ())]
-            if inside := [(path, each) for path, each in stack if _TORCH_FOLDER not in path]:
-                path, each = inside[-1]
-                return f" ({path}, line {each['line']}: {each['loc']})"
+            stack = failure.data.get("user_stack", ())
+            outside_torch = [frame for frame in stack if _TORCH_FOLDER not in paths[frame["filename"]]]
+            if outside_torch:
+                frame = outside_torch[-1]
+                return f" ({paths[frame['filename']]}, line {frame['line']}: {frame['loc']})"
     except Exception as error:  # the report has no public form yet; without it the message names no line
         logger.debug("no draft of the export: %s", error)
     return ""
@@ -87,9 +91,10 @@ def min_samples(program: torch.export.ExportedProgram, signals: str = "signals")
 def write_torch(program: torch.export.ExportedProgram, path: Path) -> None:
     """Write ``model.pt2``, which has the graph as JSON and the weights as bytes, and no pickle."""
     program.example_inputs = None  # would be saved as a pickle
-    for part in program.graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            node.meta.pop("stack_trace", None)  # has paths of this machine
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("stack_trace", None)  # has paths of this machine
     with open(path, "wb") as file:  # so that a full disk raises OSError, which torch would hide
         torch.export.save(program, file)
 
@@ -127,13 +132,13 @@ def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], output
             assert exported is not None, "torch returns None only where it is given a file name"
             simplify(exported.model)
             # An input that is an output too has lost its name to it.
-            named = exported.model.graph
-            for value, name in (*zip(named.inputs, inputs, strict=True), *zip(named.outputs, outputs, strict=True)):
+            graph = exported.model.graph
+            for value, name in (*zip(graph.inputs, inputs, strict=True), *zip(graph.outputs, outputs, strict=True)):
                 if value.name != name:
                     value.name = name
             return exported.model_proto
     except Exception as error:
-        raise SbkitError(f"the model can't be written as ONNX: {_cause(error)}") from error
+        raise SbkitError(f"the model can't be written as ONNX: {summary(_origin(error))}") from error
 
 
 def save(model: onnx.ModelProto, path: Path, metadata: dict[str, str], dimensions: Mapping[str, tuple[str, ...]]
@@ -174,25 +179,28 @@ def quantize(path: Path, to: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx.load(path).graph
-    moves = {each.name for each in model.initializer if len(each.dims) == 2 and each.dims[0] == each.dims[1]
-             and np.isin(onnx.numpy_helper.to_array(each), (0, 1)).all()}
-    exact = [node.name for node in model.node if node.op_type == "MatMul" and node.input[1] in moves]
+    moving = set()  # square matrices of zeros and ones
+    for matrix in model.initializer:
+        square = len(matrix.dims) == 2 and matrix.dims[0] == matrix.dims[1]
+        if square and np.isin(onnx.numpy_helper.to_array(matrix), (0, 1)).all():
+            moving.add(matrix.name)
+    exact = [node.name for node in model.node if node.op_type == "MatMul" and node.input[1] in moving]
     with _quiet():
         quantize_dynamic(path, to, op_types_to_quantize=["MatMul"], weight_type=QuantType.QUInt8, per_channel=True,
                          nodes_to_exclude=exact,
                          use_external_data_format=path.with_name(f"{path.name}.data").exists())
 
 
-def _cause(error: BaseException) -> str:
-    """Summarise the original error, which exporters wrap in generic advice."""
+def _origin(error: BaseException) -> BaseException:
+    """Return the first error, which exporters wrap in generic advice."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return summary(error)
+    return error
 
 
 def _without_cache() -> contextlib.AbstractContextManager[None]:
-    """Trace without torch's cache of what operations give: with dynamic sizes few are asked for twice, and half of a
-    trace is spent on adding them."""
+    """Trace without torch's cache of what operations return: with dynamic sizes it is hardly ever hit, and filling it
+    takes half of a trace's time."""
     from torch._dynamo import config
 
     return config.patch(fake_tensor_cache_enabled=False)
@@ -202,13 +210,13 @@ def _without_cache() -> contextlib.AbstractContextManager[None]:
 def _quiet() -> Iterator[None]:
     """Silence the exporters' logs, warnings and prints; failures raise anyway."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export", "root")]
-    levels = [each.level for each in loggers]
+    levels = [exporter.level for exporter in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        for each in loggers:
-            each.setLevel(logging.ERROR)
+        for exporter in loggers:
+            exporter.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            for each, level in zip(loggers, levels, strict=True):
-                each.setLevel(level)
+            for exporter, level in zip(loggers, levels, strict=True):
+                exporter.setLevel(level)

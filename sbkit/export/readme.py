@@ -40,18 +40,15 @@ outputs = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 
 
 def heading(name: str, config: Bundle) -> str:
-    """The experiment or imported model if the folder is named ``bundle``, otherwise the folder's name."""
-    known = config.trained.get("imported") or config.trained.get("experiment")
-    return f"# {known}" if known and name == "bundle" else f"# {name}"
+    """Name the experiment or the imported model if the folder is named ``bundle``, otherwise the folder."""
+    origin = config.trained.get("imported") or config.trained.get("experiment")
+    return f"# {origin}" if origin and name == "bundle" else f"# {name}"
 
 
 def text(name: str, config: Bundle, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
+    """Make the whole text for a model that outputs tensors; ``of_targets`` are the sections of ``--target``."""
     outputs = ", ".join(getattr(config, "outputs", []))
-    labels = getattr(config, "labels", [])
-    result = ".labels" if isinstance(config, LabelsConfig) else ".label" if labels else ".outputs"
-    if result == ".outputs" and isinstance(config, GraphConfig) and type(config).results is not GraphConfig.results:
-        result = ".results"  # a kind of somebody's own says more of its outputs
-    values = {"rate": config.sample_rate, "outputs": outputs}
+    result = _result_attribute(config)
     parts = [f"""{heading(name, config)}
 
 A model at {config.sample_rate} Hz, trained by sbkit. It outputs {outputs} for each recording.
@@ -69,16 +66,33 @@ print(model.run("clip.mp3"){result})
     if isinstance(config, LabelsConfig):
         parts.append(f"A label is a result if its value in {config.outputs[0]} is at least its number in `thresholds` "
                      "of `config.json`.\n")
-    parts += [*(_USE[each].format(**values) for each in _USE if each in config.models), *of_targets]
-    parts.append(compared(comparison))
+    for model_format, section in _USE.items():
+        if model_format in config.models:
+            parts.append(section.format(rate=config.sample_rate, outputs=outputs))
+    parts += [*of_targets, compared(comparison)]
     return "\n".join(parts)
+
+
+def _result_attribute(config: Bundle) -> str:
+    """Return the attribute of ``sbkit.infer``'s result that says the most of it."""
+    if isinstance(config, LabelsConfig):
+        return ".labels"
+    if getattr(config, "labels", []):
+        return ".label"
+    if isinstance(config, GraphConfig) and type(config).results is not GraphConfig.results:
+        return ".results"  # of a kind that a user defined
+    return ".outputs"
 
 
 def of_recogniser(name: str, model: str, config: Config, comparison: Comparison, sections: Sequence[str]) -> str:
     """Make the whole text for a recogniser: what it is and how sbkit runs it, its ``sections``, and the comparison."""
-    experiment, imported = config.trained.get("experiment"), config.trained.get("imported")
-    origin = f"imported from {imported}" if imported else \
-        f"trained\nby sbkit{f' (experiment {experiment})' if experiment else ''}"
+    experiment = config.trained.get("experiment")
+    imported = config.trained.get("imported")
+    origin = "trained\nby sbkit"
+    if imported:
+        origin = f"imported from {imported}"
+    elif experiment:
+        origin += f" (experiment {experiment})"
     language = f" ({config.language})" if config.language else ""
     head = f"""{heading(name, config)}
 
@@ -94,8 +108,11 @@ model = sbkit.infer.load("{name}")
 print(model.transcribe("clip.mp3").text)
 ```
 """
-    alone = "Run one utterance at a time: layers of this model see a batch's padding.\n"
-    return "\n".join([head, *sections, *([] if config.batching else [alone]), compared(comparison)])
+    parts = [head, *sections]
+    if not config.batching:
+        parts.append("Run one utterance at a time: layers of this model see a batch's padding.\n")
+    parts.append(compared(comparison))
+    return "\n".join(parts)
 
 
 #: What other programs do that decode by themselves, in their sections of a recogniser's README.
@@ -114,27 +131,32 @@ def characters(word):  # <0xC3><0xB6> is a character that has no symbol
 def word_rule(config: Config, symbols: Sequence[str]) -> dict[str, str]:
     """Return the parts of a snippet that writes tokens as ``sbkit.decode.spans.Spelling`` does.
 
-    ``silent`` are the ids without text, ``pause`` the frames that end a word, ``written`` the expression that turns the
-    string ``written`` into a text, and ``helpers`` the functions that it needs.
+    ``silent`` are the ids without text, ``pause`` the frames that end a word and ``seconds`` their time, ``written`` an
+    expression that turns the string ``written`` into a text, and ``helpers`` the functions that it needs.
     """
     spelling = Spelling(symbols, config.frame_seconds, {config.blank_id, *config.silent_ids}, config.word_separator)
     in_bytes = any(re.fullmatch("<0x[0-9A-F]{2}>", symbol) for symbol in symbols)
     if config.word_separator is None:  # no space shows where a word ends
-        written = f'{"characters(written)" if in_bytes else "written"}.replace("▁", "").replace(" ", "")'
+        symbols_read = "characters(written)" if in_bytes else "written"
+        written = f'{symbols_read}.replace("▁", "").replace(" ", "")'
     else:
         words = f'written.replace("{config.word_separator}", " ").split()'
-        written = f'" ".join(characters(word) for word in {words})' if in_bytes else f'" ".join({words})'
+        if in_bytes:
+            words = f"characters(word) for word in {words}"
+        written = f'" ".join({words})'
     return {"silent": str(sorted(spelling.silent)), "pause": str(math.ceil(spelling.pause)),
             "seconds": f"{spelling.pause_seconds:g}", "written": written, "helpers": _BYTES if in_bytes else ""}
 
 
 def compared(comparison: Comparison) -> str:
     """Make the section on the comparison, the last in READMEs of all kinds of bundles."""
-    left_out = "".join(f"- {name}: {reason}\n" for name, reason in comparison.left_out.items())
-    if left_out:
-        left_out = f"\nFormats that could not be made or differ too much are left out:\n\n{left_out}"
+    left_out = ""
+    if comparison.left_out:
+        reasons = "".join(f"- {name}: {reason}\n" for name, reason in comparison.left_out.items())
+        left_out = f"\nFormats that could not be made or differ too much are left out:\n\n{reasons}"
     joining = comparison.joining()
-    joining = f"\n{joining}" if joining else ""
+    if joining:
+        joining = f"\n{joining}"
     return f"""## What was compared
 
 On {comparison.clips.origin}, and one clip longer than any in training. The first row is {comparison.reference.title}.

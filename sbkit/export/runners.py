@@ -36,20 +36,24 @@ Call = Callable[..., list[np.ndarray]]
 
 def main_outputs(outputs: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return the names of the outputs that aren't lengths of others."""
-    return [name for name in outputs if name not in {part for dims in outputs.values() for part in dims}]
+    dimensions = {dimension for names in outputs.values() for dimension in names}
+    return [name for name in outputs if name not in dimensions]
 
 
 def split_batch(outputs: Mapping[str, tuple[str, ...]], values: Sequence[np.ndarray]) -> list[Output]:
     """Split a graph's outputs by utterance and cut off the padding; ``outputs`` is as in ``Exported``."""
     arrays = dict(zip(outputs, values, strict=True))
-    found: list[Output] = []
+    utterances: list[Output] = []
     for row in range(len(values[0])):
-        parts = []
+        tensors = []
         for name in main_outputs(outputs):
-            lengths = arrays.get(outputs[name][1]) if len(outputs[name]) > 1 else None
-            parts.append(arrays[name][row] if lengths is None else arrays[name][row][: int(lengths[row])])
-        found.append(parts[0] if len(parts) == 1 else tuple(parts))
-    return found
+            tensor = arrays[name][row]
+            dimensions = outputs[name]
+            if len(dimensions) > 1 and dimensions[1] in arrays:  # that output has the lengths along this dimension
+                tensor = tensor[: int(arrays[dimensions[1]][row])]
+            tensors.append(tensor)
+        utterances.append(tensors[0] if len(tensors) == 1 else tuple(tensors))
+    return utterances
 
 
 def open_runner(name: str, path: Path) -> Call:
@@ -61,8 +65,9 @@ def open_runner(name: str, path: Path) -> Call:
 
         @torch.no_grad()
         def call(*inputs: np.ndarray) -> list[np.ndarray]:
-            values = module(*map(torch.from_numpy, inputs))
-            return [value.numpy() for value in (values if isinstance(values, tuple) else (values,))]
+            outputs = module(*map(torch.from_numpy, inputs))
+            tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+            return [tensor.numpy() for tensor in tensors]
 
         return call
     import onnxruntime
@@ -70,9 +75,10 @@ def open_runner(name: str, path: Path) -> Call:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    names = [each.name for each in session.get_inputs()]
+    names = [graph_input.name for graph_input in session.get_inputs()]
     return lambda *inputs: session.run(None, dict(zip(names, inputs, strict=True)))
 
 
 def on_waveforms(call: Call, outputs: Mapping[str, tuple[str, ...]], min_samples: int = 1) -> Runner:
+    """Make a runner of a graph that takes waveforms and their lengths, and has these outputs."""
     return lambda signals: split_batch(outputs, call(*pad(signals, min_samples)))

@@ -46,16 +46,15 @@ def open_run(run: str | Path, weights: ChosenWeights = BEST_CHECKPOINT, bundles:
     brain = restore.build(recipe, "cpu")
     used = restore.take_weights(brain, weights)
     old_test = old_set.guard(recipe, brain, weights, accept_worse)
-    has_moving_average = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
-    best = used[0]
-    meta = {key: value for key, value in best.meta.items() if key in ("epoch", brain.metric.name, "loss")}
+    has_moving_average = any(isinstance(recoverable, EMA) for recoverable in brain.checkpointer.recoverables.values())
     facts = {"experiment": recipe.keys.experiment or "", **weights.facts(used), "moving_average": has_moving_average}
     if old_test:
         facts["old_test"] = old_test
     if weights.share is not None:
         facts["mean_with_start"] = weights.share
     elif len(used) == 1:  # the validation was of these weights
-        facts["valid"] = meta
+        facts["valid"] = {key: value for key, value in used[0].meta.items()
+                          if key in ("epoch", brain.metric.name, "loss")}
     return of_brain(brain, Path(run), facts, bundles)
 
 
@@ -75,11 +74,12 @@ def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | N
         raise SbkitError(f"{type(brain).__name__} does not say what to export",
                          hint="define its method exported(run), as docs/how-to/extend.md shows")
     if exported.label_column is None:
-        listed = BatchColumns(brain.columns, brain.keys).classes
-        exported.label_column = next((name for name, labels in listed.items() if set(labels) == set(exported.labels)),
-                                     None)
+        for column, labels in BatchColumns(brain.columns, brain.keys).classes.items():
+            if set(labels) == set(exported.labels):
+                exported.label_column = column
+                break
     exported.forward = functools.partial(_forward, brain)
-    parameters = sum(each.numel() for each in brain.modules.parameters())
+    parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
     return Trained(exported, brain.keys, {**facts, "parameters": parameters})
 
 
