@@ -19,25 +19,29 @@ _HOME_BITS = 64  # bits of an IPv6 prefix that a provider assigns to one home, w
 
 def address(scope: Mapping[str, Any]) -> str | None:
     """The client's address; None for this machine's own, which may be that of a proxy for everybody."""
+    host, *_ = scope.get("client") or ("",)
     try:
-        found = ipaddress.ip_address((scope.get("client") or ("",))[0].partition("%")[0])
+        ip = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return None
-    found = getattr(found, "ipv4_mapped", None) or found
-    if str(found) in _LOOPBACK:
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if str(ip) in _LOOPBACK:
         return None
-    return str(found) if found.version == 4 else str(ipaddress.ip_network((found, _HOME_BITS), strict=False))
+    if ip.version == 4:
+        return str(ip)
+    return str(ipaddress.ip_network((ip, _HOME_BITS), strict=False))
 
 
 class Shares:
     """Counts slots in total and per client; clients without an address have no limit per client.
 
     slots : in use at once
-    share : of them, for one address
+    share : the share of them that one address may have
     """
 
     def __init__(self, slots: int, share: float):
-        self._slots, self._max_per_client = slots, max(1, round(slots * share))
+        self._slots = slots
+        self._max_per_client = max(1, round(slots * share))
         self.taken: Counter[str | None] = Counter()
         """The slots that each client has now."""
 
@@ -67,7 +71,7 @@ class FairQueue:
     """Queue for slots, which are granted in turn by address, and to one address at most a share of them.
 
     slots : in use at once
-    share : of them, for one address
+    share : the share of them that one address may have
     """
 
     def __init__(self, slots: int, share: float):
@@ -121,12 +125,15 @@ class FairQueue:
                     del self._waiting[client]
 
     def _grant(self) -> None:
+        granted = []
         with self._lock:
-            granted = []
-            while self._free and (future := self._next()) is not None:
+            while self._free:
+                future = self._next()
+                if future is None:
+                    break
                 granted.append(future)
-        for each in granted:
-            each.set_result(None)
+        for future in granted:
+            future.set_result(None)
 
     def _next(self) -> Future[None] | None:
         """Take the next one, and put its client last."""

@@ -37,7 +37,7 @@ from sbkit.serve.metrics import Metrics
 _BACKLOG = 128
 _SPARE_FOR_PROBES = 8
 _MIN_CONNECTIONS = 8
-_OWN_FILES = 48  # files of Python, the models and the event loop
+_BASE_FILES = 48  # files of Python, the models and the event loop
 _LOG_SECONDS = 60.0
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _log = logging.getLogger(__name__)
@@ -46,19 +46,21 @@ _log = logging.getLogger(__name__)
 def connection_budget(limits: Limits) -> tuple[int, int]:
     """Compute how many connections may be open, and how many may wait to be accepted, after raising this process's
     limit of open files."""
-    needed = _OWN_FILES + limits.max_active + 2 * limits.decoders + _SPARE_FOR_PROBES
+    needed = _BASE_FILES + limits.max_active + 2 * limits.decoders + _SPARE_FOR_PROBES
     uploads = min(limits.max_requests, limits.max_connections)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = needed + _BACKLOG + limits.max_connections + uploads
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    left = (wanted if soft == resource.RLIM_INFINITY else soft) - needed
+    left = (wanted if soft == resource.RLIM_INFINITY else soft) - needed  # for connections and their uploads
     if left < 3 * _MIN_CONNECTIONS:
         raise SbkitError(f"this process may open {soft} files, but needs {needed + 3 * _MIN_CONNECTIONS}",
                          hint="raise the limit (ulimit -n), or lower --max-active")
-    backlog = min(_BACKLOG, left // 3)  # those are accepted all at once, before the first of them can be refused
-    maximum = max((left - backlog) // 2, left - backlog - uploads)  # an upload is a file in addition to its connection
+    # Those that wait are accepted all at once, before the first of them can be refused.
+    backlog = min(_BACKLOG, left // 3)
+    # An upload is a file in addition to its connection.
+    maximum = max((left - backlog) // 2, left - backlog - uploads)
     return min(limits.max_connections, maximum), backlog
 
 
@@ -70,20 +72,22 @@ class ConnectionLimit:
     """
 
     def __init__(self, maximum: int, share: float, metrics: Metrics):
-        self._maximum, self._metrics = maximum, metrics
+        self._maximum = maximum
+        self._metrics = metrics
         self._share = max(1, round(maximum * share))
-        self._leaving: set[TimedConnection] = set()
+        self._leaving: set[TimedConnection] = set()  # they are being closed
         self._logged = -_LOG_SECONDS
 
     def admit(self, new: TimedConnection, connections: Collection[Any]) -> bool:
         """Whether a new connection is accepted for all requests."""
-        own = 0 if new.address is None else sum(
-            each.address == new.address for each in connections if each not in self._leaving)
-        if own > self._share:
-            self._log_once("%s has %d connections open, the limit per address (--client-share)", new.address, own)
-            if not self._close_idle([each for each in connections if each.address == new.address], new):
-                self._refuse(new)
-                return False
+        if new.address is not None:
+            of_address = [connection for connection in connections if connection.address == new.address]
+            count = sum(connection not in self._leaving for connection in of_address)
+            if count > self._share:
+                self._log_once("%s has %d connections open, the limit per address (--client-share)", new.address, count)
+                if not self._close_idle(of_address, new):
+                    self._refuse(new)
+                    return False
         if len(connections) - len(self._leaving) <= self._maximum:
             return True
         self._log_once("%d connections are open, the limit of this server (--max-connections, ulimit -n)",
@@ -119,17 +123,18 @@ class ConnectionLimit:
 
     def _close_idle(self, connections: Collection[Any], new: TimedConnection) -> bool:
         """Close the connection that has been idle the longest, if there is one."""
-        idle = [each for each in connections if each is not new and each not in self._leaving
-                and getattr(each, "idle_since", None) is not None]
-        if idle:
-            self._refuse(min(idle, key=lambda each: each.idle_since))
-        return bool(idle)
+        idle = [connection for connection in connections if connection is not new and connection not in self._leaving
+                and getattr(connection, "idle_since", None) is not None]  # WebSockets have none
+        if not idle:
+            return False
+        self._refuse(min(idle, key=lambda connection: connection.idle_since))
+        return True
 
     def _refuse(self, connection: TimedConnection) -> None:
         self._metrics.refused.labels("too_many_connections").inc()
         self._leaving.add(connection)
         response = _too_many_connections()
-        headers = [b": ".join(each) for each in response.raw_headers]
+        headers = [b": ".join(header) for header in response.raw_headers]
         connection.refuse(b"\r\n".join([b"HTTP/1.1 503 Service Unavailable", *headers, b"", response.body]))
 
     def _log_once(self, what: str, *values: Any) -> None:
@@ -168,9 +173,10 @@ def protocol_options(limit: ConnectionLimit) -> dict[str, Any]:
 
 def _client_address(peer: tuple[str, int] | None, config: uvicorn.Config) -> str | None:
     """The address to count a connection for; None for a trusted proxy, whose connections are everybody's."""
-    trusted = config.forwarded_allow_ips
-    if peer and config.proxy_headers and _is_proxy(peer[0], trusted if isinstance(trusted, str) else ",".join(trusted)):
-        return None
+    if peer and config.proxy_headers:
+        trusted = config.forwarded_allow_ips
+        if _is_proxy(peer[0], trusted if isinstance(trusted, str) else ",".join(trusted)):
+            return None
     return address({"client": peer})
 
 
@@ -189,7 +195,9 @@ class TimedConnection(H11Protocol):
 
     def __init__(self, limit: ConnectionLimit, **options: Any):
         super().__init__(**options)
-        self._limit, self._admitted, self._answered_early = limit, True, False
+        self._limit = limit
+        self._admitted = True
+        self._answered_early = False  # before a request was received to the end
         self.app = self._close_if_early(self.app)
         self._idle_from = time.monotonic()
 
@@ -233,7 +241,8 @@ class TimedConnection(H11Protocol):
             async def answer(message: Message) -> None:
                 if message["type"] == "http.response.start" and self.conn.their_state is h11.SEND_BODY:
                     cycle = self.cycle
-                    headers = [each for each in message.get("headers", []) if each[0].lower() != b"connection"]
+                    headers = [(name, value) for name, value in message.get("headers", [])
+                               if name.lower() != b"connection"]
                     message = {**message, "headers": [*headers, (b"connection", b"close")]}
 
                     def close() -> None:
@@ -325,7 +334,8 @@ class LiveSocket(WebSocketsSansIOProtocol):
         self._send_pong()
 
     def _send_pong(self) -> None:
-        pong, self._pong = self._pong, b""
+        pong = self._pong
+        self._pong = b""
         if pong and not self.close_sent:
             self.transport.write(pong)
 
@@ -336,7 +346,8 @@ class LiveSocket(WebSocketsSansIOProtocol):
 
     def send_receive_event_to_app(self) -> None:
         """Queue a message for the application, and stop reading if many or long ones wait."""
-        paused, self.read_paused = self.read_paused, True  # so that uvicorn doesn't stop
+        paused = self.read_paused
+        self.read_paused = True  # so that uvicorn doesn't stop reading by itself
         size = sum(map(len, self.frames))
         super().send_receive_event_to_app()
         self.read_paused = paused

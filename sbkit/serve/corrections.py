@@ -51,17 +51,19 @@ class _Edited(Exception):
 class Corrections:
     """A folder with ``corrections.jsonl``, which ``--data_folder`` takes, and its recordings in ``clips``.
 
-    A recording is one row, however often it is corrected: the last words count. A new row is appended; only one that
-    changes or goes costs a new list.
+    A recording is one row, however often it is corrected: the last words count. A new row is appended; a changed or
+    deleted one rewrites the list.
 
-    Its operator may edit the list at any time. Before each write a changed list is read again, so rows that were
-    edited or deleted there stay so; a list that can't be read is left as it is, and nothing is saved.
+    The server's operator may edit the list at any time. Before each write a changed list is read again, so edited rows
+    stay edited and deleted ones stay deleted. A list that can't be read is not written, so nothing is saved then.
 
     max_bytes : the most that its recordings and their list may take together
     """
 
     def __init__(self, folder: Path, max_bytes: int):
-        self._list, self._clips, self._max_bytes = folder / "corrections.jsonl", folder / "clips", max_bytes
+        self._list = folder / "corrections.jsonl"
+        self._clips = folder / "clips"
+        self._max_bytes = max_bytes
         self.words: Counter[str] = Counter()
         """How many times each word, in lower case, is in the corrections; none is there 0 times."""
         self._rows: dict[str, dict[str, Any]] = {}
@@ -87,19 +89,24 @@ class Corrections:
         self._lock.close()
 
     def save(self, signal: np.ndarray, rate: int, text: str, **facts: str | None) -> dict[str, Any]:
-        """Keep a recording [S] and its words; return its row."""
+        """Keep a recording [S] and its words; return its row.
+
+        facts : further columns of the row
+        """
         text = " ".join(text.split())
         if not text:
             raise invalid("the text is empty: send the words that were spoken", "text")
         if len(text) > MAX_CHARACTERS or not text.isprintable():
             raise invalid(f"the text must have at most {MAX_CHARACTERS} characters, all of them printable", "text")
-        known = {name: value and printable(" ".join(value.split()))[:MAX_CHARACTERS] for name, value in facts.items()}
+        printable_facts = {}
+        for name, value in facts.items():
+            printable_facts[name] = value and printable(" ".join(value.split()))[:MAX_CHARACTERS]
         file = io.BytesIO()
         soundfile.write(file, signal, rate, format="WAV", subtype="PCM_16")
         data = file.getvalue()
-        name = hashlib.sha256(data).hexdigest()[:20]
-        row = {"id": name, "audio_filepath": f"clips/{name}.wav", "duration": round(len(signal) / rate, 4),
-               "text": text, **known, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        row_id = hashlib.sha256(data).hexdigest()[:20]
+        row = {"id": row_id, "audio_filepath": f"clips/{row_id}.wav", "duration": round(len(signal) / rate, 4),
+               "text": text, **printable_facts, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         with self._writing:
             while True:
                 self._take_in_edits()
@@ -158,7 +165,7 @@ class Corrections:
         path.unlink(missing_ok=True)  # first: on a full disk, the list needs its room
         self._bytes -= size
         try:
-            self._write({each: row for each, row in self._rows.items() if each != name})
+            self._write({row_id: row for row_id, row in self._rows.items() if row_id != name})
         except SbkitError as error:
             raise no_room(str(error)) from None
         self._count(row["text"], -1)
@@ -175,24 +182,27 @@ class Corrections:
 
     def _drop_partial_row(self) -> None:
         """Remove the part of a row that a server left which was killed while it appended."""
-        data = self._bytes_of_list() if self._list.exists() else b""
-        whole = data.rfind(b"\n") + 1
-        if data[whole:].strip():
-            try:  # whoever edited the list may have left out its last line break
-                parse_rows(data[whole:])
-            except ValueError:
-                last = printable(data[whole:].decode(errors="replace"))[:500]
-                _log.warning("%s: the last line is no row, as of a killed server, and is cut off: %s", self._list, last)
-                os.truncate(self._list, whole)
+        data = self._read_list() if self._list.exists() else b""
+        complete_bytes = data.rfind(b"\n") + 1
+        rest = data[complete_bytes:]
+        if not rest.strip():
+            return
+        try:  # whoever edited the list may have left out its last line break
+            parse_rows(rest)
+        except ValueError:
+            last_line = printable(rest.decode(errors="replace"))[:500]
+            _log.warning("%s: the last line is no row, as of a killed server, and is cut off: %s", self._list,
+                         last_line)
+            os.truncate(self._list, complete_bytes)
 
-    def _bytes_of_list(self) -> bytes:
+    def _read_list(self) -> bytes:
         with untrusted.open_regular(self._list) as file:  # a pipe would never end
             return file.read()
 
     def _read(self) -> None:
         """Read the list; raises ``ValueError`` or ``OSError``, and changes nothing, if it can't be read."""
         state = _file_state(self._list)  # before it is read: what is edited meanwhile is read the next time
-        data = b"" if state is None else self._bytes_of_list()
+        data = b"" if state is None else self._read_list()
         self._rows = parse_rows(data)
         self._last_line_open = bool(data) and not data.endswith(b"\n")
         self._state = state
@@ -203,24 +213,25 @@ class Corrections:
         """Read the list again if it was edited since; raises ``ApiError`` 503 if it can't be read."""
         if _file_state(self._list) == self._state:
             return
-        before = self._rows
+        previous_rows = self._rows
         try:
             self._read()
         except (OSError, ValueError) as error:
-            _log.error("%s was edited and can't be read, so no correction is saved until it is mended: %s", self._list,
+            _log.error("%s was edited and can't be read, so no correction is saved until it is fixed: %s", self._list,
                        printable(str(error)))
             raise ApiError(503, "the list of corrections on this server was edited and can't be read; try again later",
                            type=SERVER, code="corrections_unreadable", headers={"retry-after": "60"}) from None
-        changed = sum(before.get(name) != row for name, row in self._rows.items())
-        # They may also have been saved while an editor had the older list open, so each is named.
-        gone = sorted(before.keys() - self._rows.keys())
+        changed = sum(previous_rows.get(name) != row for name, row in self._rows.items())
+        # Rows may be missing because they were saved while an editor had the older list open, so each is named.
+        gone = sorted(previous_rows.keys() - self._rows.keys())
         _log.warning("%s was edited while this server runs, and read again: new or changed rows: %d; rows that are "
                      "gone: %s", self._list, changed, printable(", ".join(gone)) or "none")
 
     def _append(self, row: dict[str, Any]) -> None:
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         with disk.disk_errors_as_user_error(self._list), open(self._list, "ab", buffering=0) as out:
-            state, size = _file_state(out.fileno()), out.seek(0, os.SEEK_END)
+            state = _file_state(out.fileno())
+            size = out.seek(0, os.SEEK_END)
             if state != self._state and not (self._state is None and size == 0):  # None: it was made just now
                 raise _Edited
             if self._last_line_open:
@@ -232,7 +243,8 @@ class Corrections:
             except BaseException:
                 out.truncate(size)
                 raise
-            self._state, self._last_line_open = _file_state(out.fileno()), False
+            self._state = _file_state(out.fileno())
+            self._last_line_open = False
         self._rows[row["id"]] = row
 
     def _write(self, rows: dict[str, dict[str, Any]]) -> None:
@@ -243,11 +255,13 @@ class Corrections:
             written = _file_state(out.fileno())
             if _file_state(self._list) != self._state:
                 raise _Edited
-        self._rows, self._state, self._last_line_open = rows, written, False
+        self._rows = rows
+        self._state = written
+        self._last_line_open = False
 
 
 def _file_state(file: Path | int) -> tuple[int, ...] | None:
-    """What tells a file from itself after an edit, and from another in its place; None if there is none."""
+    """Device, inode, size and time of a file, which differ after an edit or a replacement; None if there is none."""
     try:
         stat = os.stat(file)
     except FileNotFoundError:

@@ -29,7 +29,11 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, *, type: str = INVALID, param: str | None = None,
                  code: str | None = None, headers: dict[str, str] | None = None):
         super().__init__(message)
-        self.status, self.message, self.type, self.param, self.code = status, message, type, param, code
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
         self.headers = headers or {}
 
     @property
@@ -73,9 +77,11 @@ def unsupported(names: Sequence[str], known: Iterable[str]) -> ApiError:
     names : at least one
     known : those that may be given
     """
+    message = f"this server does not support {', '.join(name[:40] for name in names[:8])}"
     near = difflib.get_close_matches(names[0], sorted(known), n=1)
-    return invalid(f"this server does not support {', '.join(name[:40] for name in names[:8])}"
-                   + (f"; did you mean {near[0]}?" if near else ""), names[0][:40], "unsupported_parameter")
+    if near:
+        message += f"; did you mean {near[0]}?"
+    return invalid(message, names[0][:40], "unsupported_parameter")
 
 
 def not_ready(why: str = "the models are still being loaded") -> ApiError:
@@ -100,7 +106,7 @@ def stopping() -> ApiError:
 
 
 def too_late(seconds: float) -> ApiError:
-    """Error 504: the deadline passed; the same request would take as long again."""
+    """Error 504: the deadline passed. The client shouldn't try again: the same request would take as long again."""
     return ApiError(504, f"not finished within {seconds:g} s, the limit of this server; send less at once",
                     type=SERVER, code="deadline_exceeded", headers={"x-should-retry": "false"})
 

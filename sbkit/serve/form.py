@@ -31,7 +31,8 @@ _FIELDS = frozenset({"file", "model", "language", "prompt", "response_format", "
 _OUTPUTS_FIELDS = frozenset({"file", "model", "response_format"})
 _CORRECTION_FIELDS = frozenset({"file", "model", "text", "heard"})
 _MAX_FIELDS, _FIELD_BYTES = 32, 1 << 16
-_TYPE_BYTES, _HEADER_BYTES = 256, 1 << 12  # of the content type, and of the headers of all parts together
+_TYPE_BYTES = 256  # of the content type
+_HEADER_BYTES = 1 << 12  # of the headers of all parts together
 _PIECE_BYTES = 1 << 13  # bytes that are parsed before other requests have their turn
 F = TypeVar("F")
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{1,70}")  # by RFC 2046
@@ -82,7 +83,8 @@ async def read(request: Request, kind: Callable[[FormData, Registry], F], regist
         raise invalid("the body must be multipart/form-data with the fields file and model")
     if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
         raise invalid("the form must be UTF-8: leave out the charset")
-    if not _BOUNDARY.fullmatch(boundary := options.get(b"boundary", b"")):
+    boundary = options.get(b"boundary", b"")
+    if not _BOUNDARY.fullmatch(boundary):
         raise invalid("the form can't be read: its boundary is missing or invalid")
     # Starlette's parser would use any codec that a client names, and some take minutes. Latin-1 keeps every byte.
     headers = Headers({"content-type": f'multipart/form-data; charset=latin-1; boundary="{boundary.decode()}"'})
@@ -95,8 +97,9 @@ async def read(request: Request, kind: Callable[[FormData, Registry], F], regist
     except (ValueError, KeyError, TypeError) as error:  # invalid headers
         raise invalid(f"the form can't be read: {error}") from None
     try:
-        return kind(FormData([(_utf8(name), _utf8(value) if isinstance(value, str) else value)
-                              for name, value in form.multi_items()]), registry())
+        fields = [(_utf8(name), _utf8(value) if isinstance(value, str) else value)
+                  for name, value in form.multi_items()]
+        return kind(FormData(fields), registry())
     except BaseException:
         await form.close()
         raise
@@ -127,6 +130,7 @@ class _FormParser(MultiPartParser):
 
 
 def outputs(form: FormData, registry: Registry) -> OutputsForm:
+    """Check a form as a request for a model's tensors."""
     served = _model(registry, ServedGraph, form, _OUTPUTS_FIELDS)
     kind = _text(form, "response_format") or "json"
     if kind not in ("json", "wav"):
@@ -135,6 +139,7 @@ def outputs(form: FormData, registry: Registry) -> OutputsForm:
 
 
 def correction(form: FormData, registry: Registry) -> CorrectionForm:
+    """Check a form as a request to keep the words of a recording."""
     served = _model(registry, ServedModel, form, _CORRECTION_FIELDS)
     return CorrectionForm(_file(form), served, _text(form, "text") or "", _text(form, "heard"))
 
@@ -151,10 +156,12 @@ def _model(registry: Registry, kind: type[S], form: FormData, known: frozenset[s
 
 
 def transcription(form: FormData, registry: Registry) -> Form:
+    """Check a form as a request for a transcript."""
     served = _model(registry, ServedModel, form, _FIELDS)
-    asked, own = _text(form, "language"), served.config.language
-    if asked and not may_be_same(asked, own):
-        raise invalid(f"the model {served.name} is for {own!r}, not {asked[:40]!r}", "language", "unsupported_value")
+    language = _text(form, "language")
+    if language and not may_be_same(language, served.config.language):
+        raise invalid(f"the model {served.name} is for {served.config.language!r}, not {language[:40]!r}", "language",
+                      "unsupported_value")
     temperature = _text(form, "temperature")
     try:
         valid = 0 <= float(temperature or 0) <= 1
@@ -177,16 +184,17 @@ def transcription(form: FormData, registry: Registry) -> Form:
         granularities.append(value)
     if granularities and kind != "verbose_json":
         raise invalid("timestamp_granularities needs response_format verbose_json", "timestamp_granularities")
-    given = _text(form, "stream") or "false"
-    if given.lower() not in ("false", "0", "true", "1"):
-        raise invalid(f"stream is {given[:40]!r}, but must be true or false", "stream")
-    stream = given.lower() in ("true", "1")
+    stream_text = _text(form, "stream") or "false"
+    if stream_text.lower() not in ("false", "0", "true", "1"):
+        raise invalid(f"stream is {stream_text[:40]!r}, but must be true or false", "stream")
+    stream = stream_text.lower() in ("true", "1")
     if stream and kind not in _STREAMABLE:
         raise invalid(f"{kind} can't be streamed; use json", "response_format", "unsupported_value")
     return Form(_file(form), served, kind, tuple(granularities) or ("segment",), stream)
 
 
 def _text(form: FormData, name: str) -> str | None:
+    """Return a field's text; None if the form lacks it."""
     values = form.getlist(name)
     if len(values) > 1:
         raise invalid(f"{name} is given twice", name)
@@ -199,9 +207,10 @@ def _text(form: FormData, name: str) -> str | None:
 
 def _file(form: FormData) -> IO[bytes]:
     values = form.getlist("file")
-    if len(values) != 1 or not isinstance(values[0], UploadFile):
-        raise invalid("the field file with the audio is missing" if not values else
-                      "the field file must be one file, sent with a file name", "file")
+    if not values:
+        raise invalid("the field file with the audio is missing", "file")
+    if len(values) > 1 or not isinstance(values[0], UploadFile):
+        raise invalid("the field file must be one file, sent with a file name", "file")
     if not values[0].size:
         raise invalid("the file is empty", "file", "invalid_audio")
     return values[0].file
@@ -219,22 +228,24 @@ def limited(request: Request, limits: Limits, reserve: Callable[[int], None]) ->
     if not claimed.isdecimal():
         raise invalid("content-length is not a number")
     reserve(int(claimed[:20]))
-    received, waited, complete = 0, 0.0, False
+    min_speed = limits.min_upload_kbs * 1024
+    received = 0  # bytes
+    waited = 0.0  # seconds
+    complete = False
 
     async def receive() -> MutableMapping[str, Any]:
         """Receive the next message. The clock runs only while waiting for the client."""
         nonlocal received, waited, complete
         if complete:
             return await request.receive()
-        min_speed = limits.min_upload_kbs * 1024
-        began = time.monotonic()
+        started = time.monotonic()
+        seconds_left = limits.upload_grace_seconds + received / min_speed - waited
         try:
-            message = await asyncio.wait_for(
-                request.receive(), max(limits.upload_grace_seconds + received / min_speed - waited, 0.01))
+            message = await asyncio.wait_for(request.receive(), max(seconds_left, 0.01))
         except (asyncio.TimeoutError, TimeoutError):
             complete = True
             raise too_slow(f"arrives at less than {limits.min_upload_kbs:g} KB a second") from None
-        waited += time.monotonic() - began
+        waited += time.monotonic() - started
         received += len(message.get("body", b""))
         complete = not message.get("more_body")
         reserve(received)

@@ -34,7 +34,8 @@ class Job:
         """Cancel the job: queued futures are cancelled, running code stops at ``check``."""
         with self._lock:
             self._cancelled = True
-            waiting, self._waiting = self._waiting, set()
+            waiting = self._waiting
+            self._waiting = set()
         for future in waiting:
             future.cancel()
 

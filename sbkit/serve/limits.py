@@ -47,10 +47,10 @@ class Limits:
     idle_seconds: float = limit(60.0, "time without a message until a live session is closed")
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
             if not value > 0:
-                raise SbkitError(f"--{each.name.replace('_', '-')} is {value}, but must be above 0")
+                raise SbkitError(f"--{field_.name.replace('_', '-')} is {value}, but must be above 0")
 
     @property
     def upload_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Live transcription over a WebSocket: words appear during speech and settle at pauses; memory is bounded.
+"""Live transcription over a WebSocket: words appear during speech and become final at pauses; memory is bounded.
 
 The client sends one JSON text, then binary frames of 16-bit little-endian mono PCM, then a JSON text:
 
@@ -59,7 +59,9 @@ class LiveSession:
     def __init__(self, websocket: WebSocket, reader: MessageReader, served: ServedModel, rate: int,
                  chunk_ms: int | None, limits: Limits):
         self.served = served
-        self._websocket, self._reader, self._limits = websocket, reader, limits
+        self._websocket = websocket
+        self._reader = reader
+        self._limits = limits
         self._buffer = AudioBuffer(rate, served.config.sample_rate)
         self._recogniser = live_recogniser(served, chunk_ms, limits.request_seconds, address(websocket.scope))
         self._send_queue = SendQueue(served.vocabulary, websocket.send_json)
@@ -81,32 +83,38 @@ class LiveSession:
         All audio that was received by then is in it; a client that goes on elsewhere begins at ``duration``.
         """
         await self._websocket.send_json(self._ready)
-        publishing, sending = self._start(self._publish()), self._start(self._send_queue.run())
-        receiving, watching = self._start(self._receive()), self._start(self._reader.watch(self._limits.idle_seconds))
+        publishing = self._start(self._publish())
+        sending = self._start(self._send_queue.run())
+        receiving = self._start(self._receive())
+        watching = self._start(self._reader.watch(self._limits.idle_seconds))
         stopping = self._start(self._stop.wait())
         await _wait_for_first(receiving, stopping, watching, publishing, sending)
         server_stops = not receiving.done()
-        for each in (receiving, stopping, watching):
-            each.cancel()
+        for task in (receiving, stopping, watching):
+            task.cancel()
+
         self._recogniser.feed(self._buffer.take(last=True))
         self._recogniser.finish()
         if not await _wait_for_first(publishing, sending, seconds=self._limits.request_seconds):
             raise too_late(self._limits.request_seconds)
-        last = {"type": "done", "duration": round(self.seconds, 3)}
-        self._send_queue.end(last | ({"reason": "stopping"} if server_stops else {}))
+        last_message: dict[str, Any] = {"type": "done", "duration": round(self.seconds, 3)}
+        if server_stops:
+            last_message["reason"] = "stopping"
+        self._send_queue.end(last_message)
         if not await _wait_for_first(sending, seconds=_SLOW_READER_SECONDS):
             raise ApiError(408, f"the client didn't read its last messages within {_SLOW_READER_SECONDS:g} s",
                            code="slow_client")
         await self._websocket.close(_GOING_AWAY if server_stops else _NORMAL)
 
     def close(self) -> None:
-        for each in self._tasks:
-            each.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._recogniser.close()
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:  # its result is never read
-        task = asyncio.create_task(work)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the first error is raised by run
+    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:  # its result is never read
+        task = asyncio.create_task(coroutine)
+        # ``run`` raises the first error. Those of other tasks are retrieved here, so that asyncio doesn't log them.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._tasks.append(task)
         return task
 
@@ -134,10 +142,10 @@ class LiveSession:
 
 async def _wait_for_first(*tasks: asyncio.Task[Any], seconds: float | None = None) -> bool:
     """Wait until one of them is done, and raise its error if it failed; False after a timeout."""
-    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for each in done:
-        each.result()
-    return bool(done)
+    ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for task in ended:
+        task.result()
+    return bool(ended)
 
 
 #: Messages that may wait for a client who doesn't read.
@@ -160,9 +168,13 @@ class SendQueue:
     def put(self, update: Update) -> None:
         """Queue finished lines, and the current line if it changed."""
         for line in update.lines:
-            if (message := self._messages.message(line)) is not None:
+            message = self._messages.message(line)
+            if message is None:
+                continue
+            if not line.complete:
                 end = round(update.seconds, 3)
-                self._add(message if line.complete else message | {"start": message.get("start", end), "heard": end})
+                message = message | {"start": message.get("start", end), "heard": end}
+            self._add(message)
 
     def end(self, last: dict[str, Any]) -> None:
         """Send a last message; :meth:`run` ends after it."""
@@ -187,7 +199,7 @@ class SendQueue:
         self._changed.set()
 
 
-_MAX_TEXT = 1 << 14
+_MAX_TEXT = 1 << 14  # characters
 
 
 class MessageReader:
@@ -198,7 +210,7 @@ class MessageReader:
 
     def __init__(self, websocket: WebSocket):
         self._websocket = websocket
-        self._waits_since: float | None = None
+        self._waits_since: float | None = None  # None: a message is being processed
 
     async def receive(self) -> bytes | dict[str, Any]:
         """Wait for the next message; raises ``WebSocketDisconnect`` at the end."""
@@ -215,11 +227,13 @@ class MessageReader:
 
     async def watch(self, seconds: float) -> None:
         """Raise ``ApiError`` 408 if no message comes for ``seconds``; cheaper than a timeout per message."""
-        left = seconds
-        while left > 0:
-            await asyncio.sleep(left)
-            since = self._waits_since
-            left = seconds if since is None else since + seconds - time.monotonic()
+        seconds_left = seconds
+        while seconds_left > 0:
+            await asyncio.sleep(seconds_left)
+            if self._waits_since is None:
+                seconds_left = seconds
+            else:
+                seconds_left = self._waits_since + seconds - time.monotonic()
         raise _idle(seconds)
 
 
@@ -233,13 +247,16 @@ _MAX_FRAME_SECONDS = 10.0
 class AudioBuffer:
     """Keeps frames as received until the samples are taken, so that a packet of 20 ms costs little.
 
-    rate, model_rate : of the client, and of the model
+    rate : samples per second of the client
+    model_rate : samples per second of the model
     """
 
     def __init__(self, rate: int, model_rate: int):
-        self._rate, self._model_rate = rate, model_rate
+        self._rate = rate
+        self._model_rate = model_rate
         self._max_bytes = int(2 * rate * _MAX_FRAME_SECONDS)
-        self._resampler, self._sniffer = Resampler(rate, model_rate), FileSniffer()
+        self._resampler = Resampler(rate, model_rate)
+        self._sniffer = FileSniffer()
         self._frames: list[bytes] = []
         self._received = self._taken = 0  # bytes
 
@@ -256,7 +273,8 @@ class AudioBuffer:
         """Add a frame of the client; raises ``ApiError`` for one that can't be audio."""
         if not frame:
             raise invalid("a frame of audio is empty: send none while there is no audio", code="empty_frame")
-        if (kind := self._sniffer.kind(frame)) is not None:
+        kind = self._sniffer.kind(frame)
+        if kind is not None:
             raise invalid(f"the audio is a file ({kind}), but must be raw 16-bit samples: send a file to "
                           "/v1/audio/transcriptions", code="invalid_audio")
         if len(frame) % 2:
@@ -268,8 +286,10 @@ class AudioBuffer:
 
     def take(self, last: bool = False) -> np.ndarray:
         """Return the samples [S] since the last call, float32; ``last``: nothing comes after them."""
-        frames, self._frames, self._taken = self._frames, [], self._received
-        return self._resampler(as_floats(from_pcm(b"".join(frames))), last)
+        pcm = b"".join(self._frames)
+        self._frames = []
+        self._taken = self._received
+        return self._resampler(as_floats(from_pcm(pcm)), last)
 
 
 PROTOCOL = "sbkit.live"
@@ -307,7 +327,8 @@ class LiveSessions:
             session = None
             try:
                 reader = MessageReader(websocket)
-                session = LiveSession(websocket, reader, *await _start(reader, registry), self._limits)
+                served, rate, chunk_ms = await _start(reader, registry)
+                session = LiveSession(websocket, reader, served, rate, chunk_ms, self._limits)
                 self.sessions.add(session)
                 if self._ending:
                     session.end()
@@ -344,18 +365,20 @@ async def _start(reader: MessageReader, registry: Registry) -> tuple[ServedModel
         raise _idle(_START_SECONDS) from None
     if isinstance(first, bytes) or first.get("type") != "start":
         raise invalid('the first message must be {"type": "start", "model": NAME, "sample_rate": HERTZ}')
-    if unknown := sorted(set(first) - _START_FIELDS):
+    unknown = sorted(set(first) - _START_FIELDS)
+    if unknown:
         raise unsupported(unknown, _START_FIELDS)
     name = first.get("model")
     if not isinstance(name, (str, type(None))):
         raise invalid(f"model must be a name, not {shown(name)}", "model")
     served = registry.working(name, ServedModel)
-    chunk = first.get("chunk_ms")
-    if chunk is not None and served.streams is None:
-        raise invalid(f"the model {served.name} has no streaming graph, so no chunks to choose from: leave out "
-                      "chunk_ms", "chunk_ms")
+    chunk_ms = first.get("chunk_ms")
     if served.streams is not None:
         with refused_for("chunk_ms"):
-            served.streams.frames_of(chunk)
+            served.streams.frames_of(chunk_ms)
+    elif chunk_ms is not None:
+        raise invalid(f"the model {served.name} has no streaming graph, so no chunks to choose from: leave out "
+                      "chunk_ms", "chunk_ms")
     with refused_for("sample_rate"):
-        return served, check_rate(first.get("sample_rate")), chunk
+        rate = check_rate(first.get("sample_rate"))
+    return served, rate, chunk_ms

@@ -39,8 +39,12 @@ class LiveRecogniser(ABC):
     """Lookahead in a chunk, which the next chunk begins with; None as above."""
 
     def __init__(self, served: ServedModel, seconds: float):
-        self._served, self._seconds = served, seconds
-        self._changed, self._progressed = asyncio.Event(), asyncio.Event()
+        self._served = served
+        self._seconds = seconds
+        self._changed = asyncio.Event()
+        """Set when there may be an update."""
+        self._progressed = asyncio.Event()
+        """Set when the backlog became shorter."""
 
     @property
     @abstractmethod
@@ -91,7 +95,8 @@ class ChunkRecogniser(LiveRecogniser):
             loop.call_soon_threadsafe(self._changed.set)
 
         self._session = streams.open(served.decoder.stream(), chunk_ms, notify)
-        self.chunk_seconds, self.ahead_seconds = self._session.chunk_seconds, self._session.ahead_seconds
+        self.chunk_seconds = self._session.chunk_seconds
+        self.ahead_seconds = self._session.ahead_seconds
         self._lines = Lines(served.chunk_seconds)
 
     @property
@@ -117,9 +122,10 @@ class ChunkRecogniser(LiveRecogniser):
                 results = self._session.take(0)
             self._progressed.set()
             if results:
-                changed = [line for each in results for line in self._lines.add(each)]
-                shown = [line for line in changed if line.complete or line is changed[-1]]
-                return Update(shown, results[-1].seconds)
+                changed = [line for result in results for line in self._lines.add(result)]
+                # Of the versions of the current line, only the last one is new to the client.
+                lines = [line for line in changed if line.complete or line is changed[-1]]
+                return Update(lines, results[-1].seconds)
             if self._session.finished:
                 return None
             try:
@@ -139,7 +145,8 @@ class TailRecogniser(LiveRecogniser):
         super().__init__(served, seconds)
         self._tail = Tail(served.config.sample_rate, served.frame_samples, served.chunk_seconds)
         self._job = Job(client)
-        self._ended = self._over = False
+        self._audio_ended = False
+        self._all_recognised = False
 
     @property
     def wanted(self) -> float:
@@ -154,28 +161,30 @@ class TailRecogniser(LiveRecogniser):
         self._changed.set()
 
     def finish(self) -> None:
-        self._ended = True
+        self._audio_ended = True
         self._changed.set()
 
     async def next_update(self) -> Update | None:
-        while not (self._ended or self._tail.due):
+        while not (self._audio_ended or self._tail.due):
             self._changed.clear()
             await self._changed.wait()
-        ended = self._ended
         signal, skip = self._tail.window()
-        if self._over or not len(signal):
+        if self._all_recognised or not len(signal):
             return None
-        self._over = ended and not self._tail.undecoded_seconds
-        final, partial, seconds = self._tail.finalise(await self._words(signal, skip), len(signal), skip, self._over)
+        # Decided before decoding, during which more audio may arrive.
+        self._all_recognised = self._audio_ended and not self._tail.undecoded_seconds
+        words = await self._words(signal, skip)
+        final, partial, seconds = self._tail.finalise(words, len(signal), skip, self._all_recognised)
         self._progressed.set()
         return Update(tail_lines(final, partial), seconds)
 
     async def _words(self, signal: np.ndarray, skip: int) -> list[Word]:
         """Decode samples [S], without the first ``skip`` frames."""
-        asking = asyncio.wrap_future(self._job.watch(self._served.batcher.submit(signal, self._job.client)))
+        submitted = self._served.batcher.submit(signal, self._job.client)
+        future = asyncio.wrap_future(self._job.watch(submitted))
         with self._served.device_errors():
             try:
-                log_probs = await asyncio.wait_for(asking, self._seconds)
+                log_probs = await asyncio.wait_for(future, self._seconds)
             except (asyncio.TimeoutError, TimeoutError):
                 raise too_late(self._seconds) from None
         decoder, vocabulary = self._served.decoder, self._served.vocabulary

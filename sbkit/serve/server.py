@@ -27,7 +27,7 @@ from sbkit.serve.served import BundleOptions
 KEY_VARIABLE = "SBKIT_API_KEY"
 _REQUIRED = ("starlette", "uvicorn", "prometheus_client", "python_multipart", "websockets")
 _POLL_SECONDS = 0.2
-_WATCH_SECONDS = 1.0  # between looks whether bundles were replaced
+_WATCH_SECONDS = 1.0  # between checks whether bundles were replaced
 #: What uvicorn logs, some with a traceback, for bad requests of clients.
 _CLIENT_ERRORS = ("without completing handshake", "Invalid HTTP request", "Invalid UTF-8", "Unsupported upgrade",
                    "No supported WebSocket library")
@@ -140,9 +140,13 @@ class _Server:
         from sbkit.serve.app import State, make_app
         from sbkit.serve.corrections import Corrections
 
-        self._request, self._bundles, self._listening = request, bundles, listening
-        self.state = State(request.limits, None if request.corrections is None else Corrections(
-            request.corrections, int(request.limits.max_corrections_mb * MEGABYTE)))
+        self._request = request
+        self._bundles = bundles
+        self._listening = listening
+        corrections = None
+        if request.corrections is not None:
+            corrections = Corrections(request.corrections, int(request.limits.max_corrections_mb * MEGABYTE))
+        self.state = State(request.limits, corrections)
         maximum, backlog = connection.connection_budget(request.limits)
         if maximum < request.limits.max_connections:
             print(f"at most {maximum} connections can be open, because of the limit of open files (ulimit -n)",
@@ -167,15 +171,13 @@ class _Server:
 
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s",
                             force=True)
-        for room in (access.__name__, registry.__name__):  # a line for each request, and for each swap of a model
-            logging.getLogger(room).setLevel(logging.INFO)
-        # After a second signal it logs a traceback of the application that was cut off.
-        logging.getLogger("uvicorn.error").addFilter(lambda record: not (
-            self._server.force_exit or any(each in record.getMessage() for each in _CLIENT_ERRORS)))
+        for module in (access, registry):  # a line for each request, and for each replaced model
+            logging.getLogger(module.__name__).setLevel(logging.INFO)
+        logging.getLogger("uvicorn.error").addFilter(self._is_worth_logging)
         logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns about each malformed form
         serving = threading.Thread(target=self._server.run, args=([self._listening],), name="sbkit-http")
         loading = threading.Thread(target=self._load, name="sbkit-load", daemon=True)
-        before = {each: signal.signal(each, self._stop) for each in (signal.SIGINT, signal.SIGTERM)}
+        previous_handlers = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             serving.start()
             loading.start()
@@ -186,22 +188,30 @@ class _Server:
                 if self.state.stopping and not self._server.should_exit:
                     self._finish()
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for number, handler in previous_handlers.items():
+                signal.signal(number, handler)
             self._ending.set()
             if self.state.stopping and self._watchdog is None:  # a second signal came first: nothing is waited for
                 self._start_watchdog(0.0)
-            loading.join()  # Python's end aborts the process while another thread loads a model; the watchdog bounds it
-            for held in (self.state.decoders, self.state.registry, self.state.corrections):
-                if held is not None:
-                    held.close()
-            blocking = [each for each in threading.enumerate() if each.is_alive() and not each.daemon
-                        and each is not threading.current_thread()]
+            # Python aborts a process that ends while a thread loads a model. The watchdog limits this wait.
+            loading.join()
+            for resource in (self.state.decoders, self.state.registry, self.state.corrections):
+                if resource is not None:
+                    resource.close()
+            blocking = [thread for thread in threading.enumerate() if thread.is_alive() and not thread.daemon
+                        and thread is not threading.current_thread()]
             if self._watchdog is not None and not blocking:
                 self._watchdog.cancel()
         if self._error is not None:
             raise self._error
         return 0 if self.state.stopping else 1
+
+    def _is_worth_logging(self, record: logging.LogRecord) -> bool:
+        """Whether a message of uvicorn is about this server, and not about clients, or requests that it cut off."""
+        if self._server.force_exit:  # after a second signal
+            return False
+        message = record.getMessage()
+        return not any(error in message for error in _CLIENT_ERRORS)
 
     def _drain(self) -> None:
         """Wait for the time in which requests are still accepted, then stop; a second signal ends it."""
@@ -215,13 +225,13 @@ class _Server:
     def _finish(self) -> None:
         """Let live sessions and requests in flight finish, and end the server then."""
         self._ending.set()
-        until = time.monotonic() + self._request.grace_seconds
+        deadline = time.monotonic() + self._request.grace_seconds
         self._start_watchdog(self._request.grace_seconds)
-        # uvicorn cuts off sockets when it ends, and only waits for requests: sessions get their time here.
-        while self.state.live_sessions.active and time.monotonic() < until and not self._server.should_exit:
+        # uvicorn waits for requests when it ends, but cuts off WebSockets: live sessions get their time here.
+        while self.state.live_sessions.active and time.monotonic() < deadline and not self._server.should_exit:
             time.sleep(_POLL_SECONDS / 4)
-        left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # typed as int, but fractions work
-        self._server.config.timeout_graceful_shutdown = left
+        seconds_left: Any = max(deadline - time.monotonic(), _POLL_SECONDS)  # typed as int, but fractions work
+        self._server.config.timeout_graceful_shutdown = seconds_left
         self._server.should_exit = True
 
     def _start_watchdog(self, seconds: float) -> None:
@@ -244,22 +254,22 @@ class _Server:
         from sbkit.serve import registry
         from sbkit.serve.decoders import Decoders
 
-        request, state = self._request, self.state
-        state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.inc, disk=state.disk)
-        loaded = registry.load(self._bundles, request, state.metrics)
+        state = self.state
+        state.decoders = Decoders(self._request.limits, restarted=state.metrics.decoders.inc, disk=state.disk)
+        models = registry.load(self._bundles, self._request, state.metrics)
         state.decoders.check()
-        state.registry = loaded
-        for each in loaded:
-            for running in each.placements:
-                print(f"{each.name}: {running}", file=sys.stderr)
+        state.registry = models
+        for served in models:
+            for placement in served.placements:
+                print(f"{served.name}: {placement}", file=sys.stderr)
         host, port = self._listening.getsockname()[:2]
         print(f"ready on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         """Handle a signal: the first lets requests in flight finish, the second doesn't.
 
-        SIGTERM comes from whoever replaces this server by another, and sends clients there meanwhile; Ctrl-C from
-        somebody who waits for the end.
+        SIGTERM is sent when another server replaces this one, and clients need some seconds to go there. After Ctrl-C
+        somebody waits for the end.
         """
         if self.state.draining:
             self._server.force_exit = self._server.should_exit = True
