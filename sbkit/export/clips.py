@@ -53,48 +53,69 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
     column : the column with their texts, if these aren't transcripts
     pause_seconds : silence between the parts of the long clip
     """
-    manifests = {split: Path(corpus.manifest_path(split)) for split in ("train", "test")} if corpus else {}
-    longest = 0.0
-    if manifests and manifests["train"].is_file():
-        durations = Manifest.open_prepared(manifests["train"]).durations
-        longest = float(durations.max()) if len(durations) else 0.0
     clips: list[Clip] = []
-    if corpus and manifests["test"].is_file():
+    if corpus and Path(corpus.manifest_path("test")).is_file():
         manifest = corpus.manifest("test")
         if max_seconds is not None:
             manifest = manifest.select(np.flatnonzero(manifest.durations <= max_seconds))
         clips = clips_of(manifest, sample_rate, count, column or "text")
-    origin = f"{len(clips)} utterances of the test split" if clips else "noise, because there is no test audio"
-    hint = None if clips else ("a comparison on noise means little: give sbkit import a --data_folder; a run's corpus "
-                               "has to be where it was")
+    origin = f"{len(clips)} utterances of the test split"
+    hint = None
     if not clips:
-        for seconds in _SYNTHETIC_SECONDS:  # noise with changing loudness and pitch, so that frames differ
-            rng, size = np.random.default_rng(round(seconds * 1000)), round(seconds * sample_rate)
-            time = np.arange(size) / sample_rate
-            loudness = 0.05 * (1.1 + np.sin(2 * np.pi * 3 * time))
-            tone = np.sin(2 * np.pi * (200 + 800 * np.abs(np.sin(time))) * time)
-            noise = (loudness * (rng.standard_normal(size) * 0.3 + tone)).astype(np.float32)
-            clips.append(Clip(noise, None, f"{seconds:g} s of noise"))
-    longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
+        clips = [_noise(seconds, sample_rate) for seconds in _SYNTHETIC_SECONDS]
+        origin = "noise, because there is no test audio"
+        hint = ("a comparison on noise means little: give sbkit import a --data_folder; a run's corpus has to be where "
+                "it was")
+    longest = _longest_in_training(corpus) or max(len(clip.signal) for clip in clips) / sample_rate
+
+    beginning = Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of a clip")
     # One clip is longer than any utterance in training. It has no text, because error rates are of utterances.
+    long_clip = _join(clips, longest * LONGER * sample_rate, round(pause_seconds * sample_rate))
+    if max_seconds is not None:
+        long_clip.signal = long_clip.signal[:int(max_seconds * sample_rate)]
+    return ComparisonClips([beginning, *clips, long_clip], origin, longest, hint)
+
+
+def _longest_in_training(corpus: Corpus | None) -> float:
+    """Return the seconds of the longest training utterance; 0 if they are unknown."""
+    if corpus is None:
+        return 0.0
+    path = Path(corpus.manifest_path("train"))
+    if not path.is_file():
+        return 0.0
+    durations = Manifest.open_prepared(path).durations
+    return float(durations.max()) if len(durations) else 0.0
+
+
+def _noise(seconds: float, sample_rate: int) -> Clip:
+    """Make noise with changing loudness and pitch, so that frames differ."""
+    rng = np.random.default_rng(round(seconds * 1000))
+    size = round(seconds * sample_rate)
+    time = np.arange(size) / sample_rate
+    loudness = 0.05 * (1.1 + np.sin(2 * np.pi * 3 * time))
+    tone = np.sin(2 * np.pi * (200 + 800 * np.abs(np.sin(time))) * time)
+    noise = (loudness * (rng.standard_normal(size) * 0.3 + tone)).astype(np.float32)
+    return Clip(noise, None, f"{seconds:g} s of noise")
+
+
+def _join(clips: list[Clip], samples: float, pause_samples: int) -> Clip:
+    """Join clips, the last ones first, until they have more than ``samples``."""
+    pause = np.zeros(pause_samples, np.float32)
     parts: list[np.ndarray] = []
-    pause = np.zeros(round(pause_seconds * sample_rate), np.float32)
-    count = 0
-    while sum(map(len, parts)) <= longest * LONGER * sample_rate:
+    joined = 0
+    while sum(map(len, parts)) <= samples:
         if parts:
             parts.append(pause)
-        parts.append(clips[-1 - count % len(clips)].signal)
-        count += 1
-    joined = np.concatenate(parts)
-    clips.append(Clip(joined if max_seconds is None else joined[:int(max_seconds * sample_rate)], None,
-                      f"{count} clips joined"))
-    clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of a clip"))
-    return ComparisonClips(clips, origin, longest, hint)
+        parts.append(clips[-1 - joined % len(clips)].signal)
+        joined += 1
+    return Clip(np.concatenate(parts), None, f"{joined} clips joined")
 
 
 def clips_of(manifest: Manifest, sample_rate: int, count: int, column: str = "text") -> list[Clip]:
     """Read ``count`` utterances from the shortest to the longest, without those that can't be read."""
-    clips, texts, order = [], manifest.column(column), np.argsort(manifest.durations, kind="stable")
+    clips: list[Clip] = []
+    texts = manifest.column(column)
+    order = np.argsort(manifest.durations, kind="stable")
     positions = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
     for i in order[positions].tolist():
         row = manifest.row(i)

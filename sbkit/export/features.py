@@ -53,8 +53,9 @@ class Features(nn.Module):
             raise SbkitError(f"the recipe's hop_length is {hop_samples} samples, but {name}'s is {stft.hop_length}",
                              hint=f"give {name} `hop_length: !ref <hop_length>`")
         self.hop, self.size = stft.hop_length, stft.n_fft
-        window, left = torch.zeros(stft.n_fft, dtype=torch.float64), (stft.n_fft - stft.win_length) // 2
-        window[left : left + stft.win_length] = stft.window.double()  # torch.stft centres a short window
+        window = torch.zeros(stft.n_fft, dtype=torch.float64)
+        left = (stft.n_fft - stft.win_length) // 2  # torch.stft centres a short window
+        window[left : left + stft.win_length] = stft.window.double()
         if stft.normalized_stft:
             window /= math.sqrt(stft.n_fft)
         # Kernels [2 * bins, 1, n_fft] of a convolution: windowed cosines, then sines.
@@ -104,7 +105,9 @@ class TracedFeatures(nn.Module):
 
     def __init__(self, features: nn.Module, hop_samples: int):
         super().__init__()
-        self.inner, self.hop, self.takes_lengths = features, hop_samples, takes_lengths(features)
+        self.inner = features
+        self.hop = hop_samples
+        self.takes_lengths = takes_lengths(features)
 
     def forward(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S], [B] -> [B, T, F], [B]."""
@@ -114,8 +117,9 @@ class TracedFeatures(nn.Module):
 
 def express(features: nn.Module, hop_samples: int) -> nn.Module:
     """Turn a front end into a module that can be exported; raises ``SbkitError`` if that is impossible."""
-    known = type(features) in (lobes.Fbank, FASTER[lobes.Fbank], lobes.MFCC)
-    return (Features if known else TracedFeatures)(features, hop_samples).eval()
+    if type(features) in (lobes.Fbank, FASTER[lobes.Fbank], lobes.MFCC):
+        return Features(features, hop_samples).eval()
+    return TracedFeatures(features, hop_samples).eval()
 
 
 def refuse_transforms(program: torch.export.ExportedProgram, name: str) -> None:
@@ -148,7 +152,9 @@ class Normalization(nn.Module):
 
     def __init__(self, norm: InputNormalization):
         super().__init__()
-        self.sentence, self.deviation, self.epsilon = norm.norm_type == "sentence", norm.std_norm, norm.epsilon
+        self.sentence = norm.norm_type == "sentence"
+        self.deviation = norm.std_norm
+        self.epsilon = norm.epsilon
         if norm.norm_type == "batch":
             raise SbkitError("normalize: norm_type 'batch' makes an utterance's features depend on its batch, so the "
                              "model can't be exported as a function of one waveform",
@@ -190,7 +196,9 @@ def normalization(norm: nn.Module | None) -> nn.Module | None:
     """Turn the recipe's ``normalize`` into a module that can be exported; None stays None."""
     if norm is None:
         return None
-    return (Normalization if is_input_normalization(norm) else OtherNormalization)(norm).eval()
+    if is_input_normalization(norm):
+        return Normalization(norm).eval()
+    return OtherNormalization(norm).eval()
 
 
 def is_input_normalization(norm: object) -> bool:

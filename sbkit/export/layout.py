@@ -77,15 +77,27 @@ CTC, TRANSDUCER, GRAPH, LABELS = "ctc", "transducer", "graph", "labels"
 VOICE, CODEC, ENHANCER = "voice", "codec", "enhancer"
 #: Types of the tensors of a stream's state.
 TYPES = ("float32", "int64")
-#: Bounds on values that determine the sizes of buffers: bytes of a configuration (10,000 symbols have 200 kB) and of
-#: tokens.txt, the sample rate, seconds of padding, context or a stream's window (Whisper's window, the longest known,
-#: has 30 s), seconds of a frame, seconds of audio at once, symbols of a text at once (an hour of speech), tokens (the
-#: largest vocabularies have 260,000), and numbers in the state of a stream.
-MAX_BYTES, MAX_RATE, MAX_SECONDS, MAX_FRAME_SECONDS, MAX_CHUNK_SECONDS = 1 << 24, 768_000, 60, 1, 600
+# Bounds on values that determine the sizes of buffers.
+#: Bytes of a configuration (10,000 symbols have 200 kB), and of tokens.txt.
+MAX_BYTES = 1 << 24
+#: The sample rate.
+MAX_RATE = 768_000
+#: Seconds of padding, context or a stream's window (Whisper's window, the longest known, has 30 s).
+MAX_SECONDS = 60
+#: Seconds of a frame.
+MAX_FRAME_SECONDS = 1
+#: Seconds of audio that a model takes at once.
+MAX_CHUNK_SECONDS = 600
+#: Values of a transducer's joint state, and the tokens that its prediction network sees.
 MAX_JOINT, MAX_CONTEXT = 1 << 16, 16
-MAX_TEXT, MAX_TOKENS, MAX_STATE = 50_000, 1_000_000, 1 << 26
-#: A bundle may have as many times the bytes of this machine's memory: one model in several formats.
-_MEMORIES = 4
+#: Symbols of a text that a voice takes at once: an hour of speech.
+MAX_TEXT = 50_000
+#: Tokens; the largest vocabularies have 260,000.
+MAX_TOKENS = 1_000_000
+#: Numbers in the state of a stream.
+MAX_STATE = 1 << 26
+#: The most bytes of a bundle, as a multiple of this machine's memory: it has one model in several formats.
+_MAX_MEMORIES = 4
 #: Replacement rules of a text, and characters of each: those of a language have up to 14 rules of two characters.
 _MAX_RULES, _MAX_RULE = 1000, 100
 FILE = String(1, 255, r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]+", "the name of a file in the bundle's folder")
@@ -144,16 +156,16 @@ class Bundle:
                           ensure_ascii=False) + "\n"
 
     def _values(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value or name != "left_out"}
+        return {name: contents for name, contents in asdict(self).items() if contents or name != "left_out"}
 
     @classmethod
     def read(cls: type[B], folder: str | Path) -> B:
         """Read the configuration of the bundle in ``folder``, which must be of this kind."""
-        found = read(folder)
-        if not isinstance(found, cls):
-            raise SbkitError(f"the bundle {folder} has {found.what}, but {cls.what} is needed here",
-                             hint=found.use.format(folder))
-        return found
+        config = read(folder)
+        if not isinstance(config, cls):
+            raise SbkitError(f"the bundle {folder} has {config.what}, but {cls.what} is needed here",
+                             hint=config.use.format(folder))
+        return config
 
     def check(self, path: Path) -> None:
         """Refuse values that no model can run with: first each value, then combinations."""
@@ -180,7 +192,10 @@ class GraphConfig(Bundle):
 
     def results(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a recording's outputs, arrays by name, say besides their values, for JSON: its label."""
-        return {"label": self.labels[int(outputs[self.outputs[0]].argmax())]} if self.labels else {}
+        if not self.labels:
+            return {}
+        scores = outputs[self.outputs[0]]
+        return {"label": self.labels[int(scores.argmax())]}
 
     def check(self, path: Path) -> None:
         super().check(path)
@@ -323,16 +338,16 @@ class Config(Bundle):
 
     def _values(self) -> dict[str, Any]:
         values = super()._values()
-        return {name: value for name, value in values.items()
-                if name not in ("streaming", "longest_seconds") or value is not None}
+        return {name: contents for name, contents in values.items()
+                if name not in ("streaming", "longest_seconds") or contents is not None}
 
-    def chunk(self, asked: float | None) -> float:
+    def chunk(self, requested: float | None) -> float:
         """Return the seconds of audio to give the model at once: those requested, if it can take that much."""
-        if asked is not None and self.longest_seconds is not None and asked > self.longest_seconds:
-            raise SbkitError(f"chunks of {asked:g} s were requested, but the model takes at most "
+        if requested is not None and self.longest_seconds is not None and requested > self.longest_seconds:
+            raise SbkitError(f"chunks of {requested:g} s were requested, but the model takes at most "
                              f"{self.longest_seconds:g} s at once",
                              hint="leave out --chunk-seconds: longer audio is cut at pauses")
-        return asked or self.chunk_seconds
+        return requested or self.chunk_seconds
 
     @property
     def frame_seconds(self) -> float:
@@ -439,7 +454,7 @@ class VoiceConfig(Bundle):
         except (SbkitError, TypeError) as error:
             raise SbkitError(f"{path}: {error}", hint="export the model again") from None
         pairs = [*rules.replace.items(), *rules.case_pairs.items()]
-        if len(pairs) > _MAX_RULES or any(len(each) > _MAX_RULE for pair in pairs for each in pair):
+        if len(pairs) > _MAX_RULES or any(len(text) > _MAX_RULE for pair in pairs for text in pair):
             raise SbkitError(f"{path}: text has more than {_MAX_RULES} replacement rules, or one of more than "
                              f"{_MAX_RULE} characters", hint="export the model again")
 
@@ -530,9 +545,9 @@ def read(folder: str | Path) -> Bundle:
     except FileNotFoundError:
         problem = f"is not a bundle: it has no {CONFIG}" if path.parent.is_dir() else "does not exist"
         hint = _MADE_BY
-        left = [each for each in (publish.kept_meanwhile(folder), publish.replaced(folder)) if each.is_dir()]
-        if left and not path.parent.exists():
-            hint = f"an export that was killed left the previous bundle at {left[0]}: rename it back"
+        previous = [place for place in (publish.kept_meanwhile(folder), publish.replaced(folder)) if place.is_dir()]
+        if previous and not path.parent.exists():
+            hint = f"an export that was killed left the previous bundle at {previous[0]}: rename it back"
         elif (path.parent / "bundle" / CONFIG).is_file():  # a run that `make demo` or the README exported
             hint = f"its bundle is {path.parent / 'bundle'}"
         elif re.fullmatch(r"[\w-]+/[\w.-]+", str(folder)) and not path.parent.parent.exists():
@@ -565,7 +580,7 @@ def _parse(kind: type[T], values: object, where: str) -> T:
     """Create an instance from values read from JSON."""
     if not isinstance(values, dict):
         raise SbkitError(f"{where} is {shown(values)}, but must be an object")
-    unknown = sorted(set(values) - {each.name for each in fields(kind)})
+    unknown = sorted(set(values) - {declared.name for declared in fields(kind)})
     if unknown:
         raise SbkitError(f"{where} has unknown keys: {shown_names(unknown)}", hint="was it written by a newer sbkit?")
     try:
@@ -576,14 +591,15 @@ def _parse(kind: type[T], values: object, where: str) -> T:
 
 def _check_fields(where: str, values: Bundle | Streaming) -> None:
     """Refuse the first value that its declaration doesn't allow."""
-    for each in fields(values):
-        if "allowed" in each.metadata:  # others are dataclasses with their own check
-            _refuse(where, each.name, getattr(values, each.name), each.metadata["allowed"])
+    for declared in fields(values):
+        if "allowed" in declared.metadata:  # others are dataclasses with their own check
+            _refuse(where, declared.name, getattr(values, declared.name), declared.metadata["allowed"])
 
 
-def _refuse(where: str, name: str, found: object, allowed: Schema) -> None:
-    if found not in allowed:
-        raise SbkitError(f"{where}: {name} is {shown(found)}, but must be {allowed}", hint="export the model again")
+def _refuse(where: str, name: str, contents: object, allowed: Schema) -> None:
+    """Raise unless what a field has is allowed."""
+    if contents not in allowed:
+        raise SbkitError(f"{where}: {name} is {shown(contents)}, but must be {allowed}", hint="export the model again")
 
 
 def _check_state(where: str, state: dict[str, dict[str, Any]]) -> None:
@@ -597,7 +613,8 @@ def _check_formats(path: Path, name: str, files: dict[str, str], models: dict[st
 
 
 def _check_unique(path: Path, name: str, values: list[str]) -> None:
-    if duplicates := sorted(each for each, count in Counter(values).items() if count > 1):
+    duplicates = sorted(text for text, count in Counter(values).items() if count > 1)
+    if duplicates:
         raise SbkitError(f"{path}: {name} has {shown(duplicates[0])} twice")
 
 
@@ -628,7 +645,7 @@ def check_files(folder: Path, config: Bundle) -> None:
             if not path.is_dir():
                 with untrusted.open_regular(path) as file:
                     sizes[path.name] = os.fstat(file.fileno()).st_size
-        if sum(sizes.values()) > _MEMORIES * memory.total():
+        if sum(sizes.values()) > _MAX_MEMORIES * memory.total():
             raise SbkitError(f"the files of {folder} have {disk.size(sum(sizes.values()))}, and this machine has "
                              f"{disk.size(memory.total())} of memory", hint="copy the bundle again")
         for name, written in config.files.items():

@@ -52,16 +52,18 @@ class _Light:
         batch = x.shape[0]
         if self.bidirectional:
             x = torch.cat([x, reverse(x, lengths)])
-        given = self.norm(self.w(x).flatten(0, 1)).unflatten(0, (x.shape[0], x.shape[1]))
+        from_input_BTH = self.norm(self.w(x).flatten(0, 1)).unflatten(0, (x.shape[0], x.shape[1]))
 
-        def step(before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-            candidate, gate = (now + self._recurrent(before)).chunk(2, 1)
+        def step(before: Tensor, from_input: Tensor) -> tuple[Tensor, Tensor]:
+            candidate, gate = (from_input + self._recurrent(before)).chunk(2, 1)
             gate = torch.sigmoid(gate)
             after = gate * before + (1 - gate) * self.act(candidate)
             return after, after.clone()
 
-        states = _scan(step, self.h_init.expand(x.shape[0], -1).contiguous(), given)
-        return torch.cat([states[:batch], reverse(states[batch:], lengths)], dim=2) if self.bidirectional else states
+        states = _scan(step, self.h_init.expand(x.shape[0], -1).contiguous(), from_input_BTH)
+        if not self.bidirectional:
+            return states
+        return torch.cat([states[:batch], reverse(states[batch:], lengths)], dim=2)
 
 
 class _LightNormed(_Light):
@@ -85,25 +87,29 @@ class _LightStack:
         return x, None
 
 
-_State = tuple[Tensor, ...]
+_State = tuple[Tensor, ...]  # the hidden state [B, H] first
 
 
-def _lstm(given: Tensor, before: Tensor, state: _State) -> _State:
-    i, f, g, o = (given + before).chunk(4, 1)
+def _lstm(from_input: Tensor, from_hidden: Tensor, state: _State) -> _State:
+    i, f, g, o = (from_input + from_hidden).chunk(4, 1)
     cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
-def _gru(given: Tensor, before: Tensor, state: _State) -> _State:
-    (given_r, given_z, given_n), (r, z, n) = given.chunk(3, 1), before.chunk(3, 1)
-    keep = torch.sigmoid(given_z + z)
-    return (keep * state[0] + (1 - keep) * torch.tanh(given_n + torch.sigmoid(given_r + r) * n),)
+def _gru(from_input: Tensor, from_hidden: Tensor, state: _State) -> _State:
+    input_r, input_z, input_n = from_input.chunk(3, 1)
+    hidden_r, hidden_z, hidden_n = from_hidden.chunk(3, 1)
+    keep = torch.sigmoid(input_z + hidden_z)
+    candidate = torch.tanh(input_n + torch.sigmoid(input_r + hidden_r) * hidden_n)
+    return (keep * state[0] + (1 - keep) * candidate,)
 
 
+#: By the mode of torch's layer: a function from the products of the input and of the hidden state with their weights,
+#: and the state, to the next state; and the number of tensors of a state.
 _CELLS: dict[str, tuple[Callable[[Tensor, Tensor, _State], _State], int]] = {
     "LSTM": (_lstm, 2), "GRU": (_gru, 1),
-    "RNN_TANH": (lambda given, before, state: (torch.tanh(given + before),), 1),
-    "RNN_RELU": (lambda given, before, state: (torch.relu(given + before),), 1),
+    "RNN_TANH": (lambda from_input, from_hidden, state: (torch.tanh(from_input + from_hidden),), 1),
+    "RNN_RELU": (lambda from_input, from_hidden, state: (torch.relu(from_input + from_hidden),), 1),
 }
 
 
@@ -124,16 +130,18 @@ class _TorchRecurrent:
 
 
 def _direction(rnn: nn.RNNBase, name: str, x: Tensor) -> Tensor:
-    cell, states = _CELLS[rnn.mode]
-    weight, bias = getattr(rnn, f"weight_hh{name}"), getattr(rnn, f"bias_hh{name}", None)
-    given = nn.functional.linear(x, getattr(rnn, f"weight_ih{name}"), getattr(rnn, f"bias_ih{name}", None))
+    """Run one direction of a layer, whose parameters end with ``name``: [B, T, D] -> [B, T, H]."""
+    cell, tensors_of_state = _CELLS[rnn.mode]
+    hidden_weight = getattr(rnn, f"weight_hh{name}")
+    hidden_bias = getattr(rnn, f"bias_hh{name}", None)
+    from_input_BTH = nn.functional.linear(x, getattr(rnn, f"weight_ih{name}"), getattr(rnn, f"bias_ih{name}", None))
 
-    def step(state: _State, now: Tensor) -> tuple[_State, Tensor]:
-        state = cell(now, nn.functional.linear(state[0], weight, bias), state)
+    def step(state: _State, from_input: Tensor) -> tuple[_State, Tensor]:
+        state = cell(from_input, nn.functional.linear(state[0], hidden_weight, hidden_bias), state)
         return state, state[0].clone()
 
     start = x.new_zeros(x.shape[0], rnn.hidden_size)
-    return _scan(step, tuple(start.clone() for _ in range(states)), given)
+    return _scan(step, tuple(start.clone() for _ in range(tensors_of_state)), from_input_BTH)
 
 
 def _pool(x: Tensor, axis: int, size: int, kind: str) -> Tensor:
@@ -145,10 +153,11 @@ def _pool(x: Tensor, axis: int, size: int, kind: str) -> Tensor:
 
 def _no_overlap(layer: nn.Module) -> bool:
     """Whether pooling windows neither overlap nor reach beyond the edges."""
-    pads = layer.padding if isinstance(layer.padding, tuple) else (layer.padding,)
+    paddings = layer.padding if isinstance(layer.padding, tuple) else (layer.padding,)
     dilation = getattr(layer, "dilation", 1)
-    return (layer.stride == layer.kernel_size and not any(pads) and not layer.ceil_mode
-            and all(each == 1 for each in (dilation if isinstance(dilation, tuple) else (dilation,))))
+    dilations = dilation if isinstance(dilation, tuple) else (dilation,)
+    return (layer.stride == layer.kernel_size and not any(paddings) and not layer.ceil_mode
+            and all(dilation == 1 for dilation in dilations))
 
 
 class ExportedPooling1d(pooling.Pooling1d):

@@ -27,8 +27,13 @@ class Windows:
 
     def __init__(self, config: Config, chunk: int):
         assert config.streaming is not None, "only for streaming models"
-        self.hop, self.before, self.after = config.hop_samples, config.streaming.before, config.streaming.after
-        self.size, self.samples = self.hop + config.streaming.overlap, config.window(chunk)
+        self.hop = config.hop_samples
+        self.before = config.streaming.before
+        self.after = config.streaming.after
+        self.size = self.hop + config.streaming.overlap
+        """Samples of a feature frame."""
+        self.samples = config.window(chunk)
+        """Samples of a window."""
         self.frames = chunk * config.subsampling
         """Feature frames of a full window."""
         self.moves = self.frames - config.streaming.ahead * config.subsampling
@@ -39,9 +44,12 @@ class Windows:
 
     def reset(self) -> None:
         """Begin another stream."""
-        self.received = self.next_frame = self._start = 0
-        """Samples received, the next window's first frame, and the first sample that is kept."""
+        self.received = 0
+        """Samples received."""
+        self.next_frame = 0
+        """The first feature frame of the next window."""
         self._kept = np.zeros(0, np.float32)
+        self._start = 0  # the first of the samples that are kept
 
     @property
     def wanted(self) -> int:
@@ -58,16 +66,19 @@ class Windows:
         # What neither the next window nor the mirror image at the end will need is dropped.
         start = min(self._first(), self.received - self.size)
         if start > self._start:
-            self._kept, self._start = self._kept[start - self._start:].copy(), start
+            self._kept = self._kept[start - self._start:].copy()
+            self._start = start
         return windows
 
     def finish(self) -> list[Window]:
         """Return the windows that remain at the stream's end; then another one may begin."""
         windows = []
-        left = (self.before + self.received + self.after - self.size) // self.hop + 1 - self.next_frame
-        while left > 0:
-            windows.append(self._next(min(left, self.frames)))
-            left -= self.moves if left >= self.frames else left
+        frames_left = (self.before + self.received + self.after - self.size) // self.hop + 1 - self.next_frame
+        while frames_left > 0:
+            windows.append(self._next(min(frames_left, self.frames)))
+            if frames_left < self.frames:
+                break
+            frames_left -= self.moves
         self.reset()
         return windows
 
@@ -77,7 +88,8 @@ class Windows:
 
     def _next(self, frames: int) -> Window:
         window = np.zeros(self.samples, np.float32)
-        first, used = self._first(), (frames - 1) * self.hop + self.size
+        first = self._first()
+        used = (frames - 1) * self.hop + self.size
         if first >= 0 and first + used <= self.received:
             window[:used] = self._kept[first - self._start:][:used]
         else:
