@@ -22,9 +22,10 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
     """
     config = layout.read(bundle)
     names = [layout.CONFIG, *(name for name in config.files if name != layout.CONFIG)]
-    if linked := next((bundle / name for name in names if (bundle / name).is_symlink()), None):
-        raise SbkitError(f"{linked} is a link, and what it leads to may not be meant for others",
-                         hint="put a copy of the file itself in its place")
+    for name in names:
+        if (bundle / name).is_symlink():
+            raise SbkitError(f"{bundle / name} is a link, and what it leads to may not be meant for others",
+                             hint="put a copy of the file itself in its place")
     for name, expected in config.files.items():
         path = bundle / name
         if not path.is_file() or (name != layout.README and not layout.is_as_written(path, expected)):
