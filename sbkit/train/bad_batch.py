@@ -375,7 +375,7 @@ def _cells(layer: Layer) -> list[object]:
 
 def load_batches(path: Path, device: torch.device | str) -> list[dict[str, Any]]:
     """Read the micro-batches: the file can make nothing but tensors, plain values and batches of known classes."""
-    classes = []
+    classes: list[Any] = []
     try:
         for name in get_unsafe_globals_in_checkpoint(path):
             module, _, attribute = name.rpartition(".")
@@ -386,7 +386,7 @@ def load_batches(path: Path, device: torch.device | str) -> list[dict[str, Any]]
             if not _is_batch_class(kind):
                 raise SbkitError(f"the saved batch holds a {name}, which is not a batch class")
             classes.append(kind)
-        with torch.serialization.safe_globals([*classes]):
+        with torch.serialization.safe_globals(classes):
             batches: list[dict[str, Any]] = untrusted.load_tensors(path, device)
             return batches
     except SbkitError:

@@ -28,7 +28,7 @@ def loaded(keys: list[str]) -> tuple[Any, dict[str, Any]]:
     from sbkit.recipe import arguments, load
 
     request = arguments.parse([str(RECIPE), *keys])
-    return request, load.load(request.path, WITHOUT_THEM | request.overrides | train.NOT_OF_STOCK)
+    return request, load.load(request.path, {**WITHOUT_THEM, **request.overrides, **train.NOT_OF_STOCK})
 
 
 def main(answer: Path, keys: list[str]) -> None:
