@@ -13,8 +13,8 @@ from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.graph import reference
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.streaming_graph import run
 
 BANDS, LABELS = 12, 7
@@ -36,7 +36,7 @@ def recogniser(features=None, norm=None, chunks=CHUNKS, frontend=None, fast=True
     if norm is None:
         norm = GlobalNorm(BANDS, "nowhere")
         norm.set_statistics(torch.linspace(-9, -7, BANDS), torch.linspace(2, 3, BANDS))
-    return Recognizer(features or FilterBank(n_mels=BANDS, snip_edges=False), encoder, head, frontend, norm,
+    return AcousticModel(features or FilterBank(n_mels=BANDS, snip_edges=False), encoder, head, frontend, norm,
                       n_features=BANDS, chunks=chunks)
 
 

@@ -52,7 +52,7 @@ def trained(folder: Path, data: Path, path: Path = RECIPE, **keys: object) -> Pa
 
 
 def _as_if_trained(brain: Any) -> None:  # of the recipe's own task
-    brain.recognizer.normalize.set_statistics(torch.full((80,), -5.0), torch.full((80,), 2.0))
+    brain.acoustic_model.normalize.set_statistics(torch.full((80,), -5.0), torch.full((80,), 2.0))
     torch.manual_seed(11)  # of one layer, too, it then hears words everywhere
-    for weights in brain.recognizer.head.parameters():
+    for weights in brain.acoustic_model.head.parameters():
         weights.data.normal_(std=2.0)

@@ -97,7 +97,7 @@ def _open_speechbrain(request: ImportRequest, run: Path, folder: Path) -> Traine
     model = SpeechBrainModel(request.source, folder, request.trust_code)
     brain, tokenizer = _brain(request, run, "ctc", model.piece_model, sample_rate=model.sample_rate, d_model=8,
                               nhead=1, d_ffn=8, num_encoder_layers=1)
-    brain.use_recognizer(type(brain.recognizer)(model.features, model.layers, nn.Identity(),
+    brain.use_acoustic_model(type(brain.acoustic_model)(model.features, model.layers, nn.Identity(),
                                                 normalize=model.normalize, hop_samples=model.hop_samples))
     brain.modules = nn.ModuleDict({"model": model.layers})
     original = _original_runner(model.own_code(), model.order, tokenizer)
@@ -111,7 +111,7 @@ def _open_transformers(request: ImportRequest, run: Path) -> Trained:
     brain, tokenizer = _brain(request, run, "finetune", published.piece_model(), init_from=request.source,
                               head_kernel=0, encoder={"add_adapter": add_adapter})
     initial.load(brain)
-    encoder = brain.recognizer.encoder
+    encoder = brain.acoustic_model.encoder
     for note in encoder.notes(trains=False):
         print(note)
     original = _original_runner(published.model.own_code(encoder.frames), published.kept_order, tokenizer,

@@ -217,7 +217,7 @@ def test_parity_is_written_down_and_shown(made, run, tmp_path, capsys):
 @pytest.mark.parametrize("model", ["onnx", "torch"])
 def test_the_engine_says_what_the_checkpoint_says(made, run, clips, model):
     trained = source.open_run(run)
-    expected = reference(trained.exported.recognizer)
+    expected = reference(trained.exported.acoustic_model)
     with sbkit.infer.load(made, model=model, device="cpu") as loaded:
         for signal, found in zip(clips, loaded.engine.run(clips), strict=True):
             np.testing.assert_allclose(found, expected(signal), atol=1e-3)

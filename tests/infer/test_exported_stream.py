@@ -69,8 +69,8 @@ def settled(results):
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_a_streams_words_match_the_checkpoints_masked_forward(made, model, signal, chunk):
-    recognizer = load_run(made.run, "cpu")[1].recognizer
-    log_probs = reference(recognizer, chunks=recognizer.chunks.config(CHUNKS[chunk]))(signal)
+    acoustic_model = load_run(made.run, "cpu")[1].acoustic_model
+    log_probs = reference(acoustic_model, chunks=acoustic_model.chunks.config(CHUNKS[chunk]))(signal)
     results, end = settled(model.stream(chunk)(signal)), len(signal) / model.engine.config.sample_rate
     whole = [replace(word, end=min(word.end, end)) for word in words_of(model, log_probs)]  # the audio's, not a frame's
     assert len(results) > 5 and same(results, whole)

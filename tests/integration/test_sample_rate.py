@@ -106,11 +106,11 @@ def test_the_bundle_makes_the_frames_that_the_run_makes(home, model):
     signal, _ = spoken(SAID, 1)
     [found] = model.engine.run([signal])
     _, brain = load_run(home / "run", "cpu")
-    recognizer = brain.recognizer
+    acoustic_model = brain.acoustic_model
     with torch.no_grad():
-        feats, frames = recognizer.features(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
-        encoded, frames = recognizer.encode(feats, frames)
-        scores = recognizer.head(encoded).log_softmax(-1)[0]
+        feats, frames = acoustic_model.features(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
+        encoded, frames = acoustic_model.encode(feats, frames)
+        scores = acoustic_model.head(encoded).log_softmax(-1)[0]
     assert feats.shape[1] == 100 * len(signal) // RATE + 1
     assert len(found) == frames.item() == len(scores)
     np.testing.assert_allclose(found, scores.numpy(), atol=1e-3)

@@ -15,8 +15,8 @@ from sbkit.errors import SbkitError
 from sbkit.nn import recurrent
 from sbkit.nn.kaldi import FilterBank
 from sbkit.recipe.speed import native_precision
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.graph import Graph
-from sbkit.tasks.recognise.recognizer import Recognizer
 
 WIDTH = 12
 
@@ -65,7 +65,7 @@ def case(request):
     encoder, frames = made(), torch.tensor([41, 30, 17])
     feats = torch.randn(3, 41, WIDTH) * (torch.arange(41) < frames[:, None])[..., None]
     original = copy.deepcopy(encoder)
-    return original, Recognizer(nn.Identity(), encoder, nn.Linear(8, 4), n_features=WIDTH), feats, frames, expected
+    return original, AcousticModel(nn.Identity(), encoder, nn.Linear(8, 4), n_features=WIDTH), feats, frames, expected
 
 
 def test_an_utterance_is_the_same_alone_and_in_any_batch(case):
@@ -112,7 +112,7 @@ def test_it_is_what_speechbrain_packs(kind):
 def test_a_graph_is_the_recogniser_in_any_batch():
     """That runtimes give the same, too, is in tasks/recognise/test_graph.py, with a CRDNN."""
     encoder = crdnn(RNN.SLiGRU, time_pooling=True).eval()
-    model = Recognizer(FilterBank(n_mels=WIDTH, snip_edges=False), encoder, nn.Linear(8, 4), n_features=WIDTH)
+    model = AcousticModel(FilterBank(n_mels=WIDTH, snip_edges=False), encoder, nn.Linear(8, 4), n_features=WIDTH)
     signals, samples = torch.randn(2, 8_000), torch.tensor([8_000, 5_100])
     found, counts = Graph(model)(signals, samples)
     for row, size in enumerate(samples):
@@ -127,7 +127,7 @@ class Halved(nn.Module):
 
 
 def test_an_encoder_that_changes_the_number_of_frames_is_asked_for_it():
-    model = Recognizer(nn.Identity(), Halved(), n_features=WIDTH)
+    model = AcousticModel(nn.Identity(), Halved(), n_features=WIDTH)
     with pytest.raises(SbkitError, match="Halved makes 10 frames of 20, but has no method frames") as caught:
         model.encode(torch.randn(2, 20, WIDTH), torch.tensor([20, 15]))
     assert caught.value.hint.startswith("def frames(self, frames): return the number of its output frames")
@@ -142,6 +142,6 @@ class Told(nn.Module):
 
 
 def test_an_encoder_of_ones_own_gets_numbers_of_frames():
-    model, frames = Recognizer(nn.Identity(), Told(), n_features=WIDTH), torch.tensor([20, 15])
+    model, frames = AcousticModel(nn.Identity(), Told(), n_features=WIDTH), torch.tensor([20, 15])
     model.encode(torch.randn(2, 20, WIDTH), frames)
     assert model.encoder.lengths is frames

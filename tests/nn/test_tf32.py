@@ -8,7 +8,7 @@ from toys import brain
 from sbkit.infer.engine import Engine
 from sbkit.nn.kaldi import full_precision
 from sbkit.nn.tf32 import allow_tf32
-from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 
 
 def allowed():
@@ -49,6 +49,6 @@ def test_a_spectrum_is_exact_within_autocast_too():
 
 def test_features_are_exact_where_the_rest_rounds():
     features = Features()
-    recognizer = Recognizer(features, torch.nn.Identity(), torch.nn.Identity(), n_features=400)
-    recognizer.features(torch.ones(2, 16000), torch.tensor([16000, 8000]))
+    acoustic_model = AcousticModel(features, torch.nn.Identity(), torch.nn.Identity(), n_features=400)
+    acoustic_model.features(torch.ones(2, 16000), torch.tensor([16000, 8000]))
     assert features.allowed == (False, False) and allowed() == (True, True)

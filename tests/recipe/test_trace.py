@@ -15,7 +15,7 @@ from sbkit.recipe.check import check
 from sbkit.recipe.cost import USABLE, WORKSPACE, BatchCost, CostEstimate, states_per_parameter
 from sbkit.recipe.load import load
 from sbkit.tasks.ctc import CTC
-from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 
 
 class Uneasy(Head):
@@ -99,7 +99,7 @@ def test_shapes_are_those_of_a_real_batch(small, tmp_path):
     found = sections["shapes"]["values"]
     hparams = load(SMALL, {"output_folder": str(tmp_path)})
     keys = CTC.Keys.read(hparams)
-    model = Recognizer.of(keys, keys.ctc_lin)
+    model = AcousticModel.of(keys, keys.ctc_lin)
     feats, frames = model.features(torch.zeros(2, 48000), torch.tensor([48000, 48000]))
     tokens = torch.ones(2, 19, dtype=torch.long)
     encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.streaming import layers, requirements
 from sbkit.nn.streaming.layers import EncoderState
-from sbkit.nn.streaming.requirements import Recognizer
+from sbkit.nn.streaming.requirements import AcousticModel
 
 
 class StreamingEncoder(nn.Module):
@@ -17,22 +17,22 @@ class StreamingEncoder(nn.Module):
     Chunk by chunk, its outputs equal those of the recogniser for the whole utterance with ``chunks``. It has no control
     flow that depends on data. Its modules are the recogniser's own.
 
-    recognizer : with ``chunks``, and a front end that has ``forward_step``, such as CausalFrontEnd
+    acoustic_model : with ``chunks``, and a front end that has ``forward_step``, such as CausalFrontEnd
     left : left context in encoder frames; None: the most that it was trained for
     """
 
-    def __init__(self, recognizer: Recognizer, left: int | None = None):
+    def __init__(self, acoustic_model: AcousticModel, left: int | None = None):
         super().__init__()
-        requirements.check(requirements.for_step(recognizer))
-        chunks = recognizer.chunks
+        requirements.check(requirements.for_step(acoustic_model))
+        chunks = acoustic_model.chunks
         assert chunks is not None, "others are refused"
         self.left: int = chunks.config(chunks.sizes[0], left).left_context_size_frames()
         self.ahead: int = chunks.ahead
         """Lookahead: the last encoder frames of a chunk, with which the next one begins."""
-        self.normalize, self.frontend = recognizer.normalize, recognizer.frontend
-        self.encoder, self.head = recognizer.encoder, recognizer.head
-        self.scores_tokens = recognizer.scores_tokens
-        self.subsampling: int = recognizer.frontend.subsampling
+        self.normalize, self.frontend = acoustic_model.normalize, acoustic_model.frontend
+        self.encoder, self.head = acoustic_model.encoder, acoustic_model.head
+        self.scores_tokens = acoustic_model.scores_tokens
+        self.subsampling: int = acoustic_model.frontend.subsampling
         """Feature frames per encoder frame."""
         self._front = [part.shape[1:] for part in self.frontend.state(1)]
 

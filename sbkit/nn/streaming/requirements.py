@@ -12,7 +12,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.adapters import HOULSBY
 from sbkit.nn.kaldi import FilterBank
 
-Recognizer = Any  # sbkit.tasks.recognise's, which this package can't import
+AcousticModel = Any  # sbkit.tasks.recognise's, which this package can't import
 
 
 class Missing(NamedTuple):
@@ -28,13 +28,13 @@ class Missing(NamedTuple):
     """The part's argument to change."""
 
 
-def for_step(recognizer: Recognizer) -> Iterator[Missing]:
+def for_step(acoustic_model: AcousticModel) -> Iterator[Missing]:
     """Yield the unmet requirements of ``StreamingEncoder``, a step on features."""
-    layers = getattr(recognizer.encoder, "encoder", None)
-    if recognizer.chunks is None:
+    layers = getattr(acoustic_model.encoder, "encoder", None)
+    if acoustic_model.chunks is None:
         yield Missing("chunks", "it wasn't trained in chunks", "chunks, as hparams/streaming.yaml does")
     if not isinstance(layers, ConformerEncoder):
-        yield Missing("encoder", f"its encoder is a {type(layers or recognizer.encoder).__name__}",
+        yield Missing("encoder", f"its encoder is a {type(layers or acoustic_model.encoder).__name__}",
                       "SpeechBrain's Conformer", "encoder_module")
     elif not isinstance(layers.layers[0].mha_layer, RoPEMHA):
         yield Missing("encoder", f"its attention is {layers.attention_type}, but a stream needs rotary positions",
@@ -42,10 +42,10 @@ def for_step(recognizer: Recognizer) -> Iterator[Missing]:
     elif _has_outer_adapters(layers):
         yield Missing("encoder", "it has adapters after whole layers, attention or convolution modules, whose forward "
                       "a step doesn't call", "LoRA, or adapters of other parts, such as *.ffn_module1")
-    if not hasattr(recognizer.frontend, "forward_step"):
+    if not hasattr(acoustic_model.frontend, "forward_step"):
         reason = "it has no front end"
-        if recognizer.frontend is not None:
-            reason = f"its front end, {type(recognizer.frontend).__name__}, takes whole utterances only"
+        if acoustic_model.frontend is not None:
+            reason = f"its front end, {type(acoustic_model.frontend).__name__}, takes whole utterances only"
         yield Missing("frontend", reason, "sbkit.nn.causal.CausalFrontEnd")
 
 
@@ -57,10 +57,10 @@ def _has_outer_adapters(encoder: ConformerEncoder) -> bool:
     return any(hasattr(part, HOULSBY) for part in parts)
 
 
-def for_stream(recognizer: Recognizer) -> Iterator[Missing]:
+def for_stream(acoustic_model: AcousticModel) -> Iterator[Missing]:
     """Yield the unmet requirements of a stream of samples."""
-    yield from for_step(recognizer)
-    features = recognizer.compute_features
+    yield from for_step(acoustic_model)
+    features = acoustic_model.compute_features
     if not isinstance(features, FilterBank):
         reason = "it has no features" if features is None else f"its features come from {type(features).__name__}"
         yield Missing("compute_features", f"{reason}, but a stream needs a FilterBank", "sbkit.nn.kaldi.FilterBank")

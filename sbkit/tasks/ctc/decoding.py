@@ -14,8 +14,8 @@ from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.decoding import Decoding
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.search import options
 
 
@@ -24,12 +24,12 @@ class CTCDecoding(Decoding):
 
     search_class: ClassVar[type[TokenSearch] | None] = BeamSearch
 
-    def __init__(self, recognizer: Recognizer, keys: CTCKeys):
-        self.recognizer = recognizer
+    def __init__(self, acoustic_model: AcousticModel, keys: CTCKeys):
+        self.acoustic_model = acoustic_model
         self.keys = keys
 
     def scores(self, encoded: Tensor) -> Tensor:
-        scores: Tensor = self.recognizer.head(encoded)
+        scores: Tensor = self.acoustic_model.head(encoded)
         return scores
 
     def ctc_scores(self, scores: Tensor) -> Tensor:

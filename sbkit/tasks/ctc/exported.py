@@ -20,9 +20,9 @@ from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc import readme, sherpa, speechbrain_folder
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.recognise import sherpa_stream
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.exported import ExportedRecognizer
 from sbkit.tasks.recognise.graph import OUTPUTS, Graph
-from sbkit.tasks.recognise.recognizer import Recognizer
 
 
 def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Reference, spelling: Spelling,
@@ -62,11 +62,11 @@ class ExportedCTC(ExportedRecognizer):
     targets = (layout.SHERPA,)
 
     @classmethod
-    def of(cls, recognizer: Recognizer, keys: CTCKeys, run: Path) -> ExportedCTC:
+    def of(cls, acoustic_model: AcousticModel, keys: CTCKeys, run: Path) -> ExportedCTC:
         """Export the recogniser of a run in evaluation mode, which isn't changed."""
-        made = cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys, run=run,
+        made = cls(Graph(acoustic_model), OUTPUTS, keys.sample_rate, acoustic_model=acoustic_model, keys=keys, run=run,
                    from_forward=lambda scores: (scores.ctc.float().log_softmax(-1), scores.frames))
-        if recognizer.takes_lengths or recognizer.features_take_lengths:
+        if acoustic_model.takes_lengths or acoustic_model.features_take_lengths:
             made.left_out[layout.SPEECHBRAIN] = "its encoder or features take lengths, which EncoderASR doesn't pass on"
         return made
 
@@ -76,7 +76,7 @@ class ExportedCTC(ExportedRecognizer):
 
     def write(self, name: str, folder: Path, config: Config, title: str) -> None:
         assert name == layout.SPEECHBRAIN, "the only one"
-        speechbrain_folder.write(folder, self.run, self.recognizer, self.keys.tokenizer, config.sample_rate,
+        speechbrain_folder.write(folder, self.run, self.acoustic_model, self.keys.tokenizer, config.sample_rate,
                                  config.blank_id, title)
 
     def runner(self, name: str, folder: Path, config: Config) -> Runner:
@@ -91,7 +91,7 @@ class ExportedCTC(ExportedRecognizer):
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
         """Return the models for sherpa-onnx: for whole recordings, for streams if trained in chunks, or both."""
         sherpa_stream.imported()
-        model, rate = self.recognizer, self.keys.sample_rate
+        model, rate = self.acoustic_model, self.keys.sample_rate
 
         def whole() -> Target:
             return sherpa.SherpaWhole(self.graph, model, self.compared, rate)

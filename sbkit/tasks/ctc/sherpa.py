@@ -30,8 +30,8 @@ from sbkit.export.graph import save, to_onnx, trace_module
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison, Reference
 from sbkit.tasks.ctc import readme
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.graph import Graph, reference
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.sherpa_stream import SAMPLE_RATE, SherpaStream, imported
 from sbkit.tasks.recognise.streaming_graph import Compare
 
@@ -105,7 +105,7 @@ class SherpaWhole(Target):
 
     name = layout.SHERPA
 
-    def __init__(self, graph: Graph, recognizer: Recognizer, compared: Compare, sample_rate: int):
+    def __init__(self, graph: Graph, acoustic_model: AcousticModel, compared: Compare, sample_rate: int):
         norm = graph.normalize
         normalized = isinstance(norm, features.Normalization) and norm.sentence and norm.deviation
         if not normalized and not getattr(graph.encoder, "normalizes_loudness", False):
@@ -115,7 +115,7 @@ class SherpaWhole(Target):
         if sample_rate != 16_000:
             raise SbkitError(f"sherpa-onnx gives this kind of model 16000 samples a second, but it takes {sample_rate}",
                              hint="leave out --target sherpa")
-        self.graph, self.recognizer, self.compared, self.sample_rate = graph, recognizer, compared, sample_rate
+        self.graph, self.acoustic_model, self.compared, self.sample_rate = graph, acoustic_model, compared, sample_rate
 
     def write(self, folder: Path, config: Config) -> None:
         """Write the model's file; sherpa-onnx also reads the bundle's tokens.txt."""
@@ -141,7 +141,7 @@ class SherpaWhole(Target):
 
         size = layout.size(folder, model)
         comparison.add_words(self.name, transcribe, size)
-        run = reference(self.recognizer, config.min_samples)
+        run = reference(self.acoustic_model, config.min_samples)
 
         def as_changed(signal: np.ndarray) -> np.ndarray:
             """Change a waveform [S] like sherpa-onnx and then the graph, and compute the checkpoint's outputs."""
@@ -170,8 +170,8 @@ class CTCStream(SherpaStream):
 
     output, section = "logits", readme.SHERPA_STREAM
 
-    def __init__(self, recognizer: Recognizer, milliseconds: int, compared: Compare):
-        super().__init__(recognizer, milliseconds, compared)
+    def __init__(self, acoustic_model: AcousticModel, milliseconds: int, compared: Compare):
+        super().__init__(acoustic_model, milliseconds, compared)
         if self.graph.step.subsampling % _STREAM_SUBSAMPLING:
             raise SbkitError("sherpa-onnx assumes frames of 40 ms in a streaming model, but this model has frames of "
                              f"{10 * self.graph.step.subsampling} ms",

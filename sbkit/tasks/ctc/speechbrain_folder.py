@@ -32,8 +32,8 @@ from sbkit.recipe.overrides import from_python
 from sbkit.recipe.source import Node, Place
 from sbkit.runs.initial.files import PARTS
 from sbkit.system import disk
+from sbkit.tasks.recognise.acoustic_model import GUARD_FRAMES, AcousticModel
 from sbkit.tasks.recognise.keys import ENCODERS
-from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 
 _HEAD = """# For stock SpeechBrain; the weights are in model.ckpt, which is a safetensors file (never a pickle).
 #
@@ -82,17 +82,17 @@ class Part(NamedTuple):
         return self.fixed or any(True for _ in self.module.parameters())
 
 
-def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer, sample_rate: int, blank_id: int,
+def write(folder: Path, run: Path, acoustic_model: AcousticModel, tokenizer: Tokenizer, sample_rate: int, blank_id: int,
           name: str) -> None:
     """Write hyperparams.yaml, the weights and the tokenizer into ``folder``."""
     recipe = load.tree(run / layout.RECIPE)
     # Comments refer to other keys of the recipe.
     nodes = recipe.mapped(lambda node: dataclasses.replace(node, comments={})).value
     encoder = next(key for key in ENCODERS if key in nodes and nodes[key].value is not None)
-    modules = [("compute_features", recognizer.compute_features), ("normalize", recognizer.normalize),
-               ("CNN", recognizer.frontend), (encoder, recognizer.encoder), ("ctc_lin", recognizer.head)]
+    modules = [("compute_features", acoustic_model.compute_features), ("normalize", acoustic_model.normalize),
+               ("CNN", acoustic_model.frontend), (encoder, acoustic_model.encoder), ("ctc_lin", acoustic_model.head)]
     parts = [Part(key, module, _definition(module, nodes[key])) for key, module in modules if module is not None]
-    text = _recipe(parts, recognizer, sample_rate, blank_id, name)
+    text = _recipe(parts, acoustic_model, sample_rate, blank_id, name)
     (folder / layout.RECIPE).write_text(text, encoding="utf-8")
     try:
         built = load_hyperpyyaml(text)
@@ -126,7 +126,7 @@ def _definition(module: Any, node: Node) -> Node:  # of any class
     return dataclasses.replace(node, value={**node.value, "num_decoder_layers": from_python(0, "num_decoder_layers")})
 
 
-def _recipe(parts: list[Part], recognizer: Recognizer, sample_rate: int, blank_id: int, name: str) -> str:
+def _recipe(parts: list[Part], acoustic_model: AcousticModel, sample_rate: int, blank_id: int, name: str) -> str:
     """Return the text of hyperparams.yaml: the recipe's own definitions of its layers, in a sequence."""
     own, extra, row, learned = Node({}, Place(), ""), "", [], []
     for part in parts:
@@ -138,8 +138,8 @@ def _recipe(parts: list[Part], recognizer: Recognizer, sample_rate: int, blank_i
             own.value[key] = part.node
         if part.learned:
             learned.append(key)
-        if part.module is recognizer.frontend:
-            extra += _GUARD.format(frames=GUARD_FRAMES, outputs=GUARD_FRAMES // recognizer.subsampling)
+        if part.module is acoustic_model.frontend:
+            extra += _GUARD.format(frames=GUARD_FRAMES, outputs=GUARD_FRAMES // acoustic_model.subsampling)
             row += ["guard", key, "flatten", "crop"]
         elif hasattr(part.module, "encode"):
             extra += _WRAPPED.format(key=key)

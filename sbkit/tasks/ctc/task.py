@@ -27,11 +27,11 @@ from sbkit.tasks.ctc.parts import has_decoder, has_inner_layers, layer_outputs, 
 from sbkit.tasks.feature_statistics import FeatureStatistics
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.learning import LearningMonitor
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.contexts import FrameContexts
 from sbkit.tasks.recognise.duration_limit import DurationLimit
 from sbkit.tasks.recognise.labels import FrameTokens, safe_tokens, token_tables
 from sbkit.tasks.recognise.parts import parts_fit
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.transcriber import Transcriber
 from sbkit.tasks.task import Task
 from sbkit.train.step import Loss
@@ -84,14 +84,14 @@ class CTC(Task):
                              hint="set ctc_weight below 1, such as 0.3, or use another decoder")
         self.learning = LearningMonitor("ctc", self.keys, self.checkpointer)
         # Built now, since it probes the layers, which must not happen while a failing step is diagnosed.
-        self.use_recognizer(Recognizer.of(self.keys, self.keys.ctc_lin))
+        self.use_acoustic_model(AcousticModel.of(self.keys, self.keys.ctc_lin))
         self._consistency_weight = DeviceNumbers([self.keys.consistency])
 
-    def use_recognizer(self, recognizer: Recognizer) -> None:
+    def use_acoustic_model(self, acoustic_model: AcousticModel) -> None:
         """Train, test and export this model: the recipe's own, or one that was made elsewhere."""
-        self.recognizer = recognizer
-        self.contexts = FrameContexts(self.keys, recognizer)
-        self.transcriber = Transcriber(recognizer, self.keys, CTCDecoding(recognizer, self.keys))
+        self.acoustic_model = acoustic_model
+        self.contexts = FrameContexts(self.keys, acoustic_model)
+        self.transcriber = Transcriber(acoustic_model, self.keys, CTCDecoding(acoustic_model, self.keys))
 
     # ------------------------------------------------------------ the check
 
@@ -100,7 +100,7 @@ class CTC(Task):
         return parts_fit(keys, built, findings, has_decoder, has_inner_layers)
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
-        return self.recognizer.describe(self.keys.sample_rate)
+        return self.acoustic_model.describe(self.keys.sample_rate)
 
     def token_tables(self) -> TokenTables:
         return token_tables(self.keys, [self.keys.ctc_lin, self.keys.seq_lin])
@@ -113,7 +113,7 @@ class CTC(Task):
 
     def compute_forward(self, batch: Batch, stage: Stage) -> Scores:
         """Compute scores [B, T, V] of waveforms [B, S]."""
-        model, training = self.recognizer, stage == Stage.TRAIN
+        model, training = self.acoustic_model, stage == Stage.TRAIN
         views = self.views if training else 1
         feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
                                             real=batch.real)
@@ -193,7 +193,7 @@ class CTC(Task):
         super().fit(*args, **kwargs)
 
     def stacked_layers(self) -> Sequence[nn.Module] | None:
-        encoder = self.recognizer.encoder
+        encoder = self.acoustic_model.encoder
         try:
             return list(encoder.stack if isinstance(encoder, Encoder) else stack(encoder)[1])
         except SbkitError:  # a user's encoder with other names of layers
@@ -211,7 +211,7 @@ class CTC(Task):
     def exported(self, run: Path) -> ExportedCTC:
         from sbkit.tasks.ctc.exported import ExportedCTC
 
-        return ExportedCTC.of(self.recognizer, self.keys, run)
+        return ExportedCTC.of(self.acoustic_model, self.keys, run)
 
     def next_token(self, scores: Scores) -> Step:
         """Return the attention decoder as a function for a joint search."""
@@ -220,7 +220,7 @@ class CTC(Task):
 
         def step(tokens: Tensor, rows: Tensor) -> Tensor:
             frames = scores.frames[rows]
-            decoded = self.recognizer.decode(tokens, encoded[rows, :int(frames.max())], frames)
+            decoded = self.acoustic_model.decode(tokens, encoded[rows, :int(frames.max())], frames)
             return self.keys.seq_lin(decoded[:, -1]).float().log_softmax(-1)
 
         return step

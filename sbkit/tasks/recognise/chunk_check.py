@@ -13,8 +13,8 @@ from sbkit.errors import SbkitError
 from sbkit.nn.streaming import requirements
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node, Place
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.keys import EncoderKeys
-from sbkit.tasks.recognise.recognizer import Recognizer
 
 #: Seconds of audio whose features are compared, and of audio after it; the last tenth of the first isn't compared,
 #: since the window around its frames may reach into the second.
@@ -35,7 +35,7 @@ def chunks_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     if keys.chunks is None:
         return True
     fits = {"encoder": _encoder(keys, built, findings)}
-    model = Recognizer.of(keys)
+    model = AcousticModel.of(keys)
     model.normalize = None
     fits["compute_features"] = keys.compute_features is None or _same_before(
         lambda signals: _computed(model.features, signals), keys)
@@ -43,7 +43,7 @@ def chunks_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
         _refuse(findings, built.nodes["compute_features"], "", "the features of a frame depend on how loud later audio "
                 "is", "use sbkit.nn.kaldi.FilterBank")
     fits |= {"normalize": _normalization(keys, built, findings), "frontend": check_front_end(keys, built, findings)}
-    model = Recognizer.of(keys)
+    model = AcousticModel.of(keys)
     stepless = set(requirements.for_step(model)) if keys.chunks.ahead else set()
     for missing in requirements.for_stream(model):
         if missing in stepless and fits[missing.part]:
@@ -78,7 +78,7 @@ def _encoder(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
 def _normalization(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     if keys.normalize is None or keys.compute_features is None:
         return True
-    model = Recognizer.of(keys)
+    model = AcousticModel.of(keys)
     model.normalize = copy.deepcopy(keys.normalize)
     try:
         _computed(model.features, torch.randn(1, round(_BEFORE * keys.sample_rate)))  # so it has running statistics
@@ -108,7 +108,7 @@ def check_front_end(keys: EncoderKeys, built: Built, findings: Findings) -> bool
     """Check that the front end is causal."""
     if keys.CNN is None:
         return True
-    each, frames = Recognizer.of(keys).frontend_rule.factor, 8
+    each, frames = AcousticModel.of(keys).frontend_rule.factor, 8
     front = copy.deepcopy(keys.CNN).eval()
     for weights in front.parameters():
         weights.normal_(std=0.1)  # a check leaves them uninitialised

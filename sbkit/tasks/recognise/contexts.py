@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from sbkit.data.batch import Batch
 from sbkit.nn.streaming import requirements
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.keys import EncoderKeys
-from sbkit.tasks.recognise.recognizer import Recognizer
 
 
 class FrameContexts:
@@ -19,11 +19,11 @@ class FrameContexts:
     a limited left context. Tests use whole utterances unless an evaluation asks for chunks.
     """
 
-    def __init__(self, keys: EncoderKeys, recognizer: Recognizer):
+    def __init__(self, keys: EncoderKeys, acoustic_model: AcousticModel):
         self._chunks = keys.chunks
         self._seed = int(keys.seed or 0)
         if self._chunks is not None and self._chunks.ahead:
-            requirements.check(requirements.for_step(recognizer))
+            requirements.check(requirements.for_step(acoustic_model))
 
     def at_step(self, step: int) -> DynChunkTrainConfig | None:
         """Return the context in a training step: the same for all its micro-batches, on all ranks."""

@@ -21,10 +21,10 @@ from sbkit.export.exported import Exported
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison, Reference
 from sbkit.export.vocabulary import write_tokens
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.duration_limit import longest_seconds
 from sbkit.tasks.recognise.graph import Graph, trace
 from sbkit.tasks.recognise.keys import EncoderKeys
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.spelling import spelling_of
 from sbkit.tasks.recognise.streaming_graph import Streams
 
@@ -40,7 +40,7 @@ class ExportedRecognizer(Exported):
     """A recogniser to export, whose graph maps waveforms to its head's outputs for each frame."""
 
     graph: Graph
-    recognizer: Recognizer = field(kw_only=True)
+    acoustic_model: AcousticModel = field(kw_only=True)
     keys: EncoderKeys = field(kw_only=True)
 
     judges_words = True
@@ -48,7 +48,7 @@ class ExportedRecognizer(Exported):
     @cached_property
     def spelling(self) -> Spelling:
         """How the model's tokens are written in validation and tests, and so by the bundle."""
-        return spelling_of(self.recognizer, self.keys)
+        return spelling_of(self.acoustic_model, self.keys)
 
     def tokenizer_text(self, spans: TokenSpans) -> str:
         """Write tokens by the checkpoint's own tokenizer, for which no pause ends a word."""
@@ -61,16 +61,16 @@ class ExportedRecognizer(Exported):
     @property
     def companions(self) -> Sequence[Companion]:
         """The streaming graph, if the model was trained in chunks."""
-        if self.recognizer.chunks is None:
+        if self.acoustic_model.chunks is None:
             return ()
         try:
-            return (Streams(self.recognizer, next(iter(self.outputs)), self.compared),)
+            return (Streams(self.acoustic_model, next(iter(self.outputs)), self.compared),)
         except SbkitError as error:
             logger.warning("The bundle is for whole recordings only: %s", error)
             return ()
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
-        clips = choose_clips(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder),
+        clips = choose_clips(corpus, self.sample_rate, count, longest_seconds(self.acoustic_model.encoder),
                              pause_seconds=_BETWEEN_CLIPS)
         silent = {self.keys.blank_index, *self.keys.tokenizer.silent_ids()}
         characters = "".join(piece for place, piece in enumerate(self.spelling.symbols) if place not in silent)
@@ -83,7 +83,7 @@ class ExportedRecognizer(Exported):
         return trace(self.graph)
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> Config:
-        keys, model, spelling = self.keys, self.recognizer, self.spelling
+        keys, model, spelling = self.keys, self.acoustic_model, self.spelling
         longest = longest_seconds(model.encoder)
         return Config(
             sample_rate=keys.sample_rate, hop_samples=model.hop_samples, subsampling=model.subsampling,

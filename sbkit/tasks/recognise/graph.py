@@ -18,7 +18,7 @@ from sbkit.export.graph import trace_module
 from sbkit.export.lobes import exportable
 from sbkit.nn import recurrent
 from sbkit.nn.lengths import LengthRule, N
-from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
+from sbkit.tasks.recognise.acoustic_model import GUARD_FRAMES, AcousticModel
 
 EXAMPLE = (2, 24_000)  # the batch that is traced; sizes of 0 and 1 would become constants
 #: Names of outputs, and their dynamic dimensions.
@@ -35,21 +35,22 @@ class Graph(nn.Module):
     frontend: nn.Module | None
     encoder: Any  # with whatever methods its class has
 
-    def __init__(self, recognizer: Recognizer):
+    def __init__(self, acoustic_model: AcousticModel):
         super().__init__()
-        self.front_name = type(recognizer.compute_features).__name__
-        self.features = None if recognizer.compute_features is None else \
-            features.express(recognizer.compute_features, recognizer.hop_samples)
-        self.normalize = features.normalization(recognizer.normalize)
-        parts: list[Any] = [recognizer.frontend, recognizer.encoder, recognizer.head]  # the first or last may be None
+        self.front_name = type(acoustic_model.compute_features).__name__
+        self.features = None if acoustic_model.compute_features is None else \
+            features.express(acoustic_model.compute_features, acoustic_model.hop_samples)
+        self.normalize = features.normalization(acoustic_model.normalize)
+        # The first or last may be None.
+        parts: list[Any] = [acoustic_model.frontend, acoustic_model.encoder, acoustic_model.head]
         self.frontend, self.encoder, self.head = copy.deepcopy(nn.ModuleList(parts)).eval()
         for part in (self.frontend, self.encoder, self.head):
             if part is not None:
                 exportable(part)
-        self.factor, self.shift = closed_form(recognizer.frontend_rule)
-        self.scores_tokens = recognizer.scores_tokens
-        self.encodes, self.padding = hasattr(self.encoder, "encode"), recognizer.padding
-        rule = recognizer.encoder_rule
+        self.factor, self.shift = closed_form(acoustic_model.frontend_rule)
+        self.scores_tokens = acoustic_model.scores_tokens
+        self.encodes, self.padding = hasattr(self.encoder, "encode"), acoustic_model.padding
+        rule = acoustic_model.encoder_rule
         self.encoder_form = closed_form(rule) if self.padding and isinstance(rule, LengthRule) else None
         for name in _UNUSED:
             if self.encodes and hasattr(self.encoder, name):
@@ -106,7 +107,7 @@ def trace(graph: Graph) -> torch.export.ExportedProgram:
     return program
 
 
-def reference(recognizer: Recognizer, at_least: int = 1,
+def reference(acoustic_model: AcousticModel, at_least: int = 1,
               chunks: DynChunkTrainConfig | None = None) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from a waveform [S] to the checkpoint's log-probabilities [T, V], or other outputs of its head.
 
@@ -118,7 +119,7 @@ def reference(recognizer: Recognizer, at_least: int = 1,
     def run(signal: np.ndarray) -> np.ndarray:
         signals = torch.from_numpy(signal)[None]
         signals = torch.nn.functional.pad(signals, (0, max(0, at_least - len(signal))))
-        outputs, frames = recognizer.outputs(signals, torch.tensor([len(signal)]), chunks)
+        outputs, frames = acoustic_model.outputs(signals, torch.tensor([len(signal)]), chunks)
         return outputs[0, : int(frames[0])].numpy()
 
     return run

@@ -21,8 +21,8 @@ from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.trace import Trace
 from sbkit.runs.initial.source import TokenRows, TokenTables
 from sbkit.tasks.corpus_part import TaskValues
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.keys import ENCODERS, EncoderKeys
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.text_tokens import TextTokens
 
 _INDICES = ("blank_index", "bos_index", "eos_index")
@@ -48,7 +48,7 @@ class FrameTokens(TextTokens):
                      nodes: Mapping[str, Node], *, ctc: bool = True, alone: bool = True) -> Section:
         """Check the labels of each split; see :func:`check_labels`."""
         keys.tokenizer.load()
-        return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes, ctc=ctc, alone=alone)
+        return check_labels(keys, AcousticModel.of(keys), manifests, findings, nodes, ctc=ctc, alone=alone)
 
 
 def safe_tokens(batch: Batch, keys: EncoderKeys) -> Tensor:
@@ -136,8 +136,8 @@ def check_sizes(traced: Trace, findings: Findings, heads: Iterable[str]) -> None
 # ------------------------------------------------------------ labels of a corpus
 
 
-def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, size: int, sample_rate: int,
-                   blank: int = 0) -> tuple[int, list[str], list[str], list[str]]:
+def count_problems(manifest: Manifest, tokenizer: SupportsEncode, acoustic_model: AcousticModel, size: int,
+                   sample_rate: int, blank: int = 0) -> tuple[int, list[str], list[str], list[str]]:
     """Compare the labels of a split with the vocabulary and with the frames that CTC needs of its audio.
 
     Returns how many utterances were checked, and the ids of those with a label outside the vocabulary or a blank, with
@@ -159,7 +159,7 @@ def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Re
         same = np.zeros(len(flat), bool)
         same[1:] = (flat[1:] == flat[:-1]) & (owner[1:] == owner[:-1])
         needed = counts + np.bincount(owner[same], minlength=len(encoded))
-        frames = recognizer.frames(torch.from_numpy(samples)).numpy()
+        frames = acoustic_model.frames(torch.from_numpy(samples)).numpy()
         wrong = np.unique(owner[(flat < 0) | (flat >= size) | (flat == blank)])
         outside += [ids[int(i)] for i in wrong]
         short += [ids[int(i)] for i in np.flatnonzero(needed > frames)]
@@ -167,7 +167,7 @@ def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Re
     return len(manifest), outside, short, empty
 
 
-def check_labels(keys: EncoderKeys, model: Recognizer, manifests: Mapping[str, Manifest], findings: Findings,
+def check_labels(keys: EncoderKeys, model: AcousticModel, manifests: Mapping[str, Manifest], findings: Findings,
                  nodes: Mapping[str, Node], *, ctc: bool = True, alone: bool = True) -> Section:
     """Check the labels of each split with the loaded tokenizer; returns a table for the report.
 

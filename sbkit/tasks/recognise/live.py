@@ -21,9 +21,9 @@ from sbkit.nn.chunks import ChunkConfig
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score import chunk_size
 from sbkit.score.latency import COLUMNS, LiveRates, LiveTranscript, live_transcript, rates
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.decoding import DecoderScores, Decoding
 from sbkit.tasks.recognise.keys import EncoderKeys
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.spelling import frame_seconds
 from sbkit.tasks.recognise.transcripts import ASRResults, NBestEntry, TranscribedUtterance, nbest_entries
 
@@ -42,19 +42,20 @@ class LiveTest:
     The encoder computes all chunks of a batch at once, with the same scores as on a stream. The transcript after each
     chunk is that of a stream's search on the scores so far.
 
-    recognizer, keys, decoding : of the model that is tested
+    acoustic_model, keys, decoding : of the model that is tested
     chunk : sizes in milliseconds; None is the whole utterance. The first one's transcripts are the test's
     """
 
-    def __init__(self, recognizer: Recognizer, keys: EncoderKeys, decoding: Decoding, chunk: Sequence[int | None]):
+    def __init__(self, acoustic_model: AcousticModel, keys: EncoderKeys, decoding: Decoding,
+                 chunk: Sequence[int | None]):
         if keys.chunks is None:
             raise SbkitError("--chunk needs a model that was trained in chunks, but the recipe has no chunks",
                              hint="train one with hparams/streaming.yaml, or leave out --chunk")
-        self.recognizer = recognizer
+        self.acoustic_model = acoustic_model
         self.keys = keys
         self.decoding = decoding
         self.chunk = tuple(chunk)
-        self.frame_seconds = frame_seconds(recognizer, keys)
+        self.frame_seconds = frame_seconds(acoustic_model, keys)
         sizes = keys.chunks.in_milliseconds(self.frame_seconds)
         self.configs: dict[int | None, ChunkConfig | None] = {}
         """The context of frames with chunks of each size; None: the whole utterance."""
@@ -72,7 +73,7 @@ class LiveTest:
         found: dict[int | None, DecoderScores] = {self.chunk[0]: first}
         for chunk, config in self.configs.items():
             if chunk not in found:
-                encoded, _ = self.recognizer.encode(feats, frames, config)
+                encoded, _ = self.acoustic_model.encode(feats, frames, config)
                 found[chunk] = self.decoding.scores(encoded)
         return [found[chunk] for chunk in (*self.chunk, None)]
 

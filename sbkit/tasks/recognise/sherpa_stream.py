@@ -29,8 +29,8 @@ from sbkit.nn.chunks import Chunks
 from sbkit.nn.streaming.encoder import StreamingEncoder
 from sbkit.nn.streaming.layers import EncoderState
 from sbkit.system.environment import version_of
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.graph import reference
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.streaming_graph import Compare, StreamingGraph
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class SherpaStream(Target):
     section: ClassVar[str]
     """The template of the section of README.md that shows how to run it."""
 
-    def __init__(self, recognizer: Recognizer, milliseconds: int, compared: Compare):
-        graph = StreamingGraph(recognizer)
+    def __init__(self, acoustic_model: AcousticModel, milliseconds: int, compared: Compare):
+        graph = StreamingGraph(acoustic_model)
         bank = graph.bank
         settings = {**bank.settings, "high": bank.settings["high"] or bank.sample_rate / 2}
         other = ", ".join(f"{name}: {settings[name]}" for name, value in _FEATURES.items() if settings[name] != value)
@@ -111,7 +111,10 @@ class SherpaStream(Target):
             raise SbkitError("sherpa-onnx computes other features for streams than this model was trained on "
                              f"({other})", hint="train with the compute_features of hparams/streaming.yaml, or leave "
                              "out --target sherpa")
-        self.recognizer, self.graph, self.milliseconds, self.compared = recognizer, graph, milliseconds, compared
+        self.acoustic_model = acoustic_model
+        self.graph = graph
+        self.milliseconds = milliseconds
+        self.compared = compared
         self.frames = milliseconds * SAMPLE_RATE // _HOP // 1000
         """Features of a window."""
         self.chunk = self.frames // graph.step.subsampling
@@ -160,8 +163,8 @@ class SherpaStream(Target):
 
     def compare(self, folder: Path, config: Config, comparison: Comparison) -> None:
         """Compare sherpa-onnx's transcripts of clips, followed by silence, with the checkpoint's."""
-        assert self.recognizer.chunks is not None, "others are refused"
-        run = reference(self.recognizer, chunks=self.recognizer.chunks.config(self.chunk))
+        assert self.acoustic_model.chunks is not None, "others are refused"
+        run = reference(self.acoustic_model, chunks=self.acoustic_model.chunks.config(self.chunk))
 
         def outputs(signal: np.ndarray) -> np.ndarray:
             """Compute the checkpoint's outputs for the windows that sherpa-onnx uses: a frame must follow each."""

@@ -13,7 +13,7 @@ from sbkit.decode.spans import WORD_START, Spelling
 from sbkit.tasks.recognise.keys import EncoderKeys
 
 if TYPE_CHECKING:
-    from sbkit.tasks.recognise.recognizer import Recognizer
+    from sbkit.tasks.recognise.acoustic_model import AcousticModel
 
 #: The share of texts with a space above which spaces separate words, and how many texts are looked at.
 _SPACED, _TEXTS = 0.1, 1000
@@ -21,12 +21,12 @@ _SPACED, _TEXTS = 0.1, 1000
 _WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 
 
-def frame_seconds(model: Recognizer, keys: EncoderKeys) -> float:
+def frame_seconds(model: AcousticModel, keys: EncoderKeys) -> float:
     """Return the seconds between two frames of the encoder."""
     return model.hop_samples * model.subsampling / keys.sample_rate
 
 
-def spelling_of(model: Recognizer, keys: EncoderKeys) -> Spelling:
+def spelling_of(model: AcousticModel, keys: EncoderKeys) -> Spelling:
     """Return how a recogniser's tokens are written."""
     tokenizer = keys.tokenizer
     ends = keys.bos_index, keys.eos_index, *tokenizer.silent_ids()

@@ -26,8 +26,8 @@ from sbkit.nn.kaldi import FilterBank, framed
 from sbkit.nn.streaming import requirements
 from sbkit.nn.streaming.encoder import StreamingEncoder
 from sbkit.nn.streaming.layers import EncoderState, encode_in_chunks
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.graph import reference
-from sbkit.tasks.recognise.recognizer import Recognizer
 
 #: Names of inputs, and their dynamic dimensions.
 INPUTS = {"samples": ("batch", "samples"), "frames": ("batch",), **dict.fromkeys(EncoderState._fields, ("batch",))}
@@ -49,13 +49,13 @@ class StreamingGraph(nn.Module):
     Its parts are copied, so the recogniser isn't changed; raises if it can't run on a stream.
     """
 
-    def __init__(self, recognizer: Recognizer):
+    def __init__(self, acoustic_model: AcousticModel):
         super().__init__()
-        requirements.check(requirements.for_stream(recognizer))
-        bank, chunks = recognizer.compute_features, recognizer.chunks
+        requirements.check(requirements.for_stream(acoustic_model))
+        bank, chunks = acoustic_model.compute_features, acoustic_model.chunks
         assert isinstance(bank, FilterBank) and chunks is not None, "others are refused"
         self.bank = copy.deepcopy(bank).eval()
-        self.step = copy.deepcopy(StreamingEncoder(recognizer)).eval()
+        self.step = copy.deepcopy(StreamingEncoder(acoustic_model)).eval()
         self.chunks = list(chunks.sizes)
         self.requires_grad_(False)
 
@@ -104,10 +104,10 @@ class Streams(Companion):
     name, files = "stream", layout.STREAMS
     inputs = INPUTS
 
-    def __init__(self, recognizer: Recognizer, scores: str, compare: Compare | None = None):
-        self.recognizer, self.compare = recognizer, compare
+    def __init__(self, acoustic_model: AcousticModel, scores: str, compare: Compare | None = None):
+        self.acoustic_model, self.compare = acoustic_model, compare
         self.outputs = outputs(scores)
-        self.graph = StreamingGraph(recognizer)
+        self.graph = StreamingGraph(acoustic_model)
 
     def trace(self) -> torch.export.ExportedProgram:
         return self.graph.trace()
@@ -123,11 +123,11 @@ class Streams(Companion):
                 "ahead": str(self.graph.step.ahead)}
 
     def comparisons(self, clips: ComparisonClips, config: Config, folder: Path) -> Mapping[str, Comparison]:
-        chunks = self.recognizer.chunks
+        chunks = self.acoustic_model.chunks
         assert chunks is not None and self.compare is not None, "others are refused"
-        check_steps(self.recognizer, torch.from_numpy(clips.alone[-1].signal))
+        check_steps(self.acoustic_model, torch.from_numpy(clips.alone[-1].signal))
         return {f"{1000 * size * config.frame_seconds:g} ms": self.compare(
-            clips, config, folder, Reference(reference(self.recognizer, chunks=chunks.config(size))))
+            clips, config, folder, Reference(reference(self.acoustic_model, chunks=chunks.config(size))))
             for size in self.graph.chunks}
 
     def runners(self, name: str, path: Path, config: Config) -> Mapping[str, Runner]:
@@ -137,20 +137,20 @@ class Streams(Companion):
 
 
 @torch.no_grad()
-def check_steps(recognizer: Recognizer, signal: Tensor) -> None:
+def check_steps(acoustic_model: AcousticModel, signal: Tensor) -> None:
     """Raise unless the outputs for a clip [S] are the same step by step as in the chunks of training.
 
     The reference of a stream with lookahead is itself computed step by step, so the comparison with the graph can't
     detect this.
     """
-    chunks = recognizer.chunks
+    chunks = acoustic_model.chunks
     assert chunks is not None, "others are refused"
     config = ChunkConfig(chunks.sizes[-1], chunks.left[-1] // chunks.sizes[-1])
-    feats, frames = recognizer.features(signal[None], torch.tensor([len(signal)]))
-    trained, counts = recognizer.encode(feats, frames, config)
-    stepped = encode_in_chunks(recognizer.encoder, recognizer.embed(feats, frames)[0], frames, recognizer.subsampling,
-                               config)
-    expected, found = (recognizer.scores(states[:, : int(counts)]) for states in (trained, stepped))
+    feats, frames = acoustic_model.features(signal[None], torch.tensor([len(signal)]))
+    trained, counts = acoustic_model.encode(feats, frames, config)
+    embedded, _ = acoustic_model.embed(feats, frames)
+    stepped = encode_in_chunks(acoustic_model.encoder, embedded, frames, acoustic_model.subsampling, config)
+    expected, found = (acoustic_model.scores(states[:, : int(counts)]) for states in (trained, stepped))
     if not torch.allclose(expected, found, atol=1e-3, rtol=1e-3):
         raise SbkitError("the encoder's outputs on a stream, step by step, differ from those in the chunks of its "
                          f"training by up to {float((expected - found).abs().max()):.2g}",

@@ -19,10 +19,10 @@ from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.system.console import counted
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.decoding import DecoderScores, Decoding, Search
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.live import LiveResults, LiveTest
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.search import Recorder, best_weights, options, search_processes, tuning_subset
 from sbkit.tasks.recognise.spelling import frame_seconds, spelling_of
 from sbkit.tasks.recognise.transcripts import ASRResults, TranscribedUtterance, nbest_entries, rates_by_name
@@ -35,8 +35,8 @@ class Transcriber:
     Validations decode greedily. Tests use ``search``: the recipe's ``decoder``, or the one of an evaluation's options.
     """
 
-    def __init__(self, recognizer: Recognizer, keys: EncoderKeys, decoding: Decoding):
-        self.recognizer = recognizer
+    def __init__(self, acoustic_model: AcousticModel, keys: EncoderKeys, decoding: Decoding):
+        self.acoustic_model = acoustic_model
         self.keys = keys
         self.decoding = decoding
         self.search: Search | None = keys.decoder
@@ -47,7 +47,7 @@ class Transcriber:
     @cached_property
     def spelling(self) -> Spelling:
         """How the model's tokens are written, as in its bundle."""
-        return spelling_of(self.recognizer, self.keys)
+        return spelling_of(self.acoustic_model, self.keys)
 
     @property
     def test_context(self) -> DynChunkTrainConfig | None:
@@ -112,7 +112,7 @@ class Transcriber:
             return LiveResults(**vars(results), chunk=self.live.chunk)
         chunks = self.keys.chunks
         if chunks is not None and chunks.validate is not None:
-            size = 1000 * frame_seconds(self.recognizer, self.keys) * chunks.validate
+            size = 1000 * frame_seconds(self.acoustic_model, self.keys) * chunks.validate
             results.remark = (f"the test used whole utterances, but validations chunks of {size:.0f} ms; "
                               f"sbkit evaluate {self.keys.folder} --chunk {size:.0f},whole compares both")
         return results
@@ -148,7 +148,7 @@ class Transcriber:
         if nbest > 1 and chunk[0] is not None:
             raise SbkitError("--nbest lists the transcripts of the first size of --chunk, but a stream has only one",
                              hint="name whole first, as in --chunk whole,320, or leave out --nbest")
-        self.live = LiveTest(self.recognizer, self.keys, self.decoding, chunk)
+        self.live = LiveTest(self.acoustic_model, self.keys, self.decoding, chunk)
 
     def tune(self, manifest: Manifest,
              evaluate: Callable[[Manifest], Sequence[TranscribedUtterance]]) -> dict[str, Any]:

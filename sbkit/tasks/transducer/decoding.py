@@ -12,8 +12,8 @@ from sbkit.decode.transducer import TransducerSearch
 from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.decoding import Decoding, Search
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.transducer.keys import TransducerKeys
 from sbkit.tasks.transducer.search import TorchJoint
 
@@ -26,13 +26,13 @@ class TransducerDecoding(Decoding):
 
     search_class: ClassVar[type[TokenSearch] | None] = TransducerBeam
 
-    def __init__(self, recognizer: Recognizer, keys: TransducerKeys):
-        self.recognizer = recognizer
+    def __init__(self, acoustic_model: AcousticModel, keys: TransducerKeys):
+        self.acoustic_model = acoustic_model
         self.keys = keys
 
     def scores(self, encoded: Tensor) -> StatesAndCTC:
         ctc_head = self.keys.ctc_lin
-        return self.recognizer.head(encoded), None if ctc_head is None else ctc_head(encoded)
+        return self.acoustic_model.head(encoded), None if ctc_head is None else ctc_head(encoded)
 
     def ctc_scores(self, scores: StatesAndCTC) -> Tensor | None:
         return scores[1]

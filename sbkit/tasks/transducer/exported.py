@@ -24,9 +24,9 @@ from sbkit.export.runners import Runner, open_runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.transducer import TransducerHead
 from sbkit.tasks.recognise import sherpa_stream
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.exported import ExportedRecognizer
 from sbkit.tasks.recognise.graph import Graph
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.transducer import readme
 from sbkit.tasks.transducer.keys import TransducerKeys
 from sbkit.tasks.transducer.search import TorchJoint
@@ -135,9 +135,9 @@ class ExportedTransducer(ExportedRecognizer):
     targets = (layout.SHERPA,)
 
     @classmethod
-    def of(cls, recognizer: Recognizer, keys: TransducerKeys) -> ExportedTransducer:
+    def of(cls, acoustic_model: AcousticModel, keys: TransducerKeys) -> ExportedTransducer:
         """Export the recogniser of a run in evaluation mode, which isn't changed."""
-        return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys,
+        return cls(Graph(acoustic_model), OUTPUTS, keys.sample_rate, acoustic_model=acoustic_model, keys=keys,
                    from_forward=lambda scores: (scores.states.float(), scores.frames))
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> TransducerConfig:
@@ -161,7 +161,7 @@ class ExportedTransducer(ExportedRecognizer):
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
         """Return the model for sherpa-onnx, for streams."""
         sherpa_stream.imported()
-        model = self.recognizer
+        model = self.acoustic_model
         if model.chunks is None:
             raise SbkitError("sherpa-onnx runs a transducer in chunks, but the recipe has no chunks",
                              hint="train one with hparams/transducer.yaml, or leave out --target")

@@ -19,7 +19,7 @@ from sbkit.export import graph, layout
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import write_tokens
 from sbkit.nn.transducer import TransducerHead
-from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.sherpa_stream import SherpaStream, imported
 from sbkit.tasks.recognise.streaming_graph import Compare
 from sbkit.tasks.transducer import readme
@@ -90,9 +90,9 @@ class SherpaTransducer(SherpaStream):
 
     output, section = "states", readme.SHERPA_STREAM
 
-    def __init__(self, recognizer: Recognizer, milliseconds: int, compared: Compare, head: TransducerHead,
+    def __init__(self, acoustic_model: AcousticModel, milliseconds: int, compared: Compare, head: TransducerHead,
                  pieces: list[str]):
-        super().__init__(recognizer, milliseconds, compared)
+        super().__init__(acoustic_model, milliseconds, compared)
         self.head, self.pieces = copy.deepcopy(head).eval().requires_grad_(False), pieces
 
     @property

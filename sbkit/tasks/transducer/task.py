@@ -22,11 +22,11 @@ from sbkit.score.metric import Metric
 from sbkit.tasks.feature_statistics import FeatureStatistics
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.learning import LearningMonitor
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.contexts import FrameContexts
 from sbkit.tasks.recognise.duration_limit import DurationLimit
 from sbkit.tasks.recognise.labels import FrameTokens, safe_tokens, token_tables
 from sbkit.tasks.recognise.parts import parts_fit
-from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.transcriber import Transcriber
 from sbkit.tasks.task import Task
 from sbkit.tasks.transducer.decoding import TransducerDecoding
@@ -70,13 +70,13 @@ class Transducer(Task):
         super().__init__(*args, **kwargs)
         # A transducer's own loss doesn't stay at chance until something is learnt; that of a CTC head does.
         self.learning = LearningMonitor("ctc" if self.keys.ctc_lin is not None else None, self.keys, self.checkpointer)
-        self.use_recognizer(Recognizer.of(self.keys, self.keys.transducer.of_encoder, scores_tokens=False))
+        self.use_acoustic_model(AcousticModel.of(self.keys, self.keys.transducer.of_encoder, scores_tokens=False))
 
-    def use_recognizer(self, recognizer: Recognizer) -> None:
+    def use_acoustic_model(self, acoustic_model: AcousticModel) -> None:
         """Train, test and export this model."""
-        self.recognizer = recognizer
-        self.contexts = FrameContexts(self.keys, recognizer)
-        self.transcriber = Transcriber(recognizer, self.keys, TransducerDecoding(recognizer, self.keys))
+        self.acoustic_model = acoustic_model
+        self.contexts = FrameContexts(self.keys, acoustic_model)
+        self.transcriber = Transcriber(acoustic_model, self.keys, TransducerDecoding(acoustic_model, self.keys))
 
     @classmethod
     def check_parts(cls, keys: TransducerKeys, built: Built, findings: Findings) -> bool:
@@ -88,7 +88,7 @@ class Transducer(Task):
         return cls.tokens.check_labels(keys, manifests, findings, nodes, ctc=keys.ctc_lin is not None, alone=False)
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
-        return self.recognizer.describe(self.keys.sample_rate)
+        return self.acoustic_model.describe(self.keys.sample_rate)
 
     def token_tables(self) -> TokenTables:
         return token_tables(self.keys, [self.keys.transducer, self.keys.ctc_lin])
@@ -97,7 +97,7 @@ class Transducer(Task):
 
     def compute_forward(self, batch: Batch, stage: Stage) -> TransducerScores:
         """Compute scores [B, T, U + 1, V] of waveforms [B, S] and the tokens of their texts [B, U]."""
-        model, head = self.recognizer, self.keys.transducer
+        model, head = self.acoustic_model, self.keys.transducer
         feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN,
                                             real=batch.real)
         context = self.contexts.visible(batch, stage, self.optimizer_step, self.transcriber.test_context)
@@ -133,7 +133,7 @@ class Transducer(Task):
     def exported(self, run: Path) -> ExportedTransducer:
         from sbkit.tasks.transducer.exported import ExportedTransducer
 
-        return ExportedTransducer.of(self.recognizer, self.keys)
+        return ExportedTransducer.of(self.acoustic_model, self.keys)
 
 
 def _head_fits(keys: TransducerKeys, built: Built, findings: Findings) -> bool:

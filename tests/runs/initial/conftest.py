@@ -26,6 +26,6 @@ def bundle(run):
     recipe, brain = load_run(run, "cpu")
     folder = run.parent / "bundle"
     folder.mkdir()
-    speechbrain_folder.write(folder, run, brain.recognizer, recipe.keys.tokenizer, 16000, 0, "bundle")
+    speechbrain_folder.write(folder, run, brain.acoustic_model, recipe.keys.tokenizer, 16000, 0, "bundle")
     (folder / "config.json").write_text(json.dumps({"format": layout.FORMAT}))
     return folder

@@ -83,7 +83,7 @@ def test_intermediate_ctc_takes_its_share(tmp_path, batch):
 
 def test_an_encoder_of_the_users_own_is_left_alone(tmp_path, batch):
     made = brain(tmp_path, intermediate_ctc=0.3)
-    made.recognizer.encoder = torch.nn.Sequential(torch.nn.Linear(80, 16))
+    made.acoustic_model.encoder = torch.nn.Sequential(torch.nn.Linear(80, 16))
     assert loss(made, batch)[0].intermediate == []
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from sbkit.decode.joint import JointSearch
 from sbkit.errors import SbkitError
 from sbkit.tasks.ctc import CTC, Scores
-from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 
 BOS, EOS, LABELS, SIZE = 1, 2, 6, 16
 WEIGHT = 0.35
@@ -28,7 +28,7 @@ def task(request):
     for parameter in transformer.decoder.parameters():
         parameter.data.mul_(1.5)  # opinions
     brain = object.__new__(CTC)
-    brain.recognizer = Recognizer(nn.Identity(), transformer.eval(), nn.Linear(SIZE, LABELS))
+    brain.acoustic_model = AcousticModel(nn.Identity(), transformer.eval(), nn.Linear(SIZE, LABELS))
     brain.keys = SimpleNamespace(seq_lin=nn.Linear(SIZE, LABELS))
     return brain
 
@@ -37,7 +37,7 @@ def task(request):
 @torch.no_grad()
 def test_the_best_of_all_sequences_by_the_scores_of_training(task):
     feats, frames = torch.randn(3, 4, SIZE), torch.tensor([4, 2, 3])
-    model = task.recognizer
+    model = task.acoustic_model
     encoded, _ = model.encode(feats, frames)
     scores = Scores(3 * model.head(encoded), frames, encoded=encoded)
     log_probs = scores.ctc.log_softmax(-1)

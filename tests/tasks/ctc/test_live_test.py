@@ -157,7 +157,7 @@ def run(tmp_path_factory):
     def hears_something(brain):
         torch.manual_seed(1)
         with torch.no_grad():
-            for parameter in brain.recognizer.head.parameters():
+            for parameter in brain.acoustic_model.head.parameters():
                 parameter.copy_(torch.randn(parameter.shape))
 
     home = tmp_path_factory.mktemp("live")

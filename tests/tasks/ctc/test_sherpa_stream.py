@@ -135,7 +135,7 @@ def exported(made, equal=False):
     """
     keys = SimpleNamespace(sample_rate=16_000, tokenizer=SimpleNamespace(decode=str))
     whole = SimpleNamespace(normalize=None, encoder=SimpleNamespace(normalizes_loudness=equal))
-    return ExportedCTC(whole, {}, 16_000, recognizer=made, keys=keys, run=None)
+    return ExportedCTC(whole, {}, 16_000, acoustic_model=made, keys=keys, run=None)
 
 
 @pytest.fixture

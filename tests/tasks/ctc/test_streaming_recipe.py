@@ -31,7 +31,7 @@ def data(tmp_path_factory):
 
 def test_every_rank_has_the_statistics_before_it_trains(data, tmp_path):
     made = prepared(tmp_path, data)
-    norm = brain(made).recognizer.normalize
+    norm = brain(made).acoustic_model.normalize
     assert norm.known and made.task.is_prepared(made.keys)
     manifest = made.keys.corpus.load()["train"]
     settings = statistics.FeatureSettings(made.keys.compute_features, 160, 16_000)
@@ -45,9 +45,9 @@ def test_a_model_whose_corpus_is_not_prepared_takes_stand_ins_alone(data, tmp_pa
     assert not made.task.is_prepared(made.keys)
     found = brain(made)
     with pytest.raises(SbkitError, match="no mean and deviation"):
-        found.recognizer.outputs(torch.randn(1, 16_000), torch.tensor([16_000]))
+        found.acoustic_model.outputs(torch.randn(1, 16_000), torch.tensor([16_000]))
     batch = found.stand_in(2, 1.0, noise=True)
-    assert found.recognizer.outputs(batch.signals, batch.signal_lengths)[0].isfinite().all()
+    assert found.acoustic_model.outputs(batch.signals, batch.signal_lengths)[0].isfinite().all()
 
 
 def test_a_run_with_checkpoints_computes_nothing(data, tmp_path, monkeypatch):
@@ -59,8 +59,8 @@ def test_a_run_with_checkpoints_computes_nothing(data, tmp_path, monkeypatch):
     monkeypatch.setattr(statistics, "compute", None)
     again = brain(prepared(tmp_path, data))
     again.checkpointer.recover_if_possible()
-    assert torch.equal(again.recognizer.normalize.mean, found.recognizer.normalize.mean)
-    again.recognizer.outputs(torch.randn(1, 16_000), torch.tensor([16_000]))
+    assert torch.equal(again.acoustic_model.normalize.mean, found.acoustic_model.normalize.mean)
+    again.acoustic_model.outputs(torch.randn(1, 16_000), torch.tensor([16_000]))
 
 
 @pytest.fixture(scope="module")
@@ -71,19 +71,19 @@ def run(data, tmp_path_factory):
 
 def test_what_is_scored_and_exported_has_those_of_its_checkpoint(run):
     made, found = restore.load_run(run, "cpu")
-    assert found.recognizer.normalize.mean.unique().tolist() == [-5.0]
-    assert ExportedCTC.of(found.recognizer, made.keys, run).formats == ("onnx", "int8", "torch"), \
+    assert found.acoustic_model.normalize.mean.unique().tolist() == [-5.0]
+    assert ExportedCTC.of(found.acoustic_model, made.keys, run).formats == ("onnx", "int8", "torch"), \
         "SpeechBrain gives features no lengths"
 
 
 def test_a_run_takes_those_of_what_it_starts_from(run, data, tmp_path):
     made = prepared(tmp_path, data, init_from=str(run))
     started, apart = brain(made), brain(prepared(tmp_path, data, init_from=str(run), init_leave=["normalize"]))
-    assert started.recognizer.normalize.mean.unique().tolist() != [-5.0]
+    assert started.acoustic_model.normalize.mean.unique().tolist() != [-5.0]
     for each in (started, apart):
         initial.load(each)
-    assert started.recognizer.normalize.mean.unique().tolist() == [-5.0]
-    assert apart.recognizer.normalize.mean.unique().numel() > 1
+    assert started.acoustic_model.normalize.mean.unique().tolist() == [-5.0]
+    assert apart.acoustic_model.normalize.mean.unique().numel() > 1
 
 
 def test_features_with_other_steps_than_the_key_says_are_refused(tmp_path):
@@ -112,7 +112,7 @@ def test_the_check_warns_of_just_what_the_export_refuses(data, tmp_path, changes
     warned = [str(each) for each in check(RECIPE, {**SMALL, **changes, "output_folder": str(tmp_path)}).warnings]
     made = prepared(tmp_path, data, **changes)
     try:
-        StreamingGraph(brain(made).recognizer)
+        StreamingGraph(brain(made).acoustic_model)
     except SbkitError as error:
         (line,) = warned
         assert error.message.removeprefix("this model can't run on a stream: ") in line

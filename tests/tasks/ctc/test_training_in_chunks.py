@@ -22,7 +22,7 @@ from sbkit.nn.accelerate import accelerate
 from sbkit.nn.chunks import ChunkConfig, Chunks
 from sbkit.recipe.check import check
 from sbkit.tasks.ctc import CTC
-from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 
@@ -78,9 +78,9 @@ CHUNKS = Chunks(sizes=[2, 4], left_context=[4, 8], whole=0.3, validate=4)
 
 
 def seen(made, stage, monkeypatch):
-    found, encode = [], made.recognizer.encode
+    found, encode = [], made.acoustic_model.encode
     with monkeypatch.context() as patch:
-        patch.setattr(made.recognizer, "encode", lambda *args: (found.append(args[2]), encode(*args))[1])
+        patch.setattr(made.acoustic_model, "encode", lambda *args: (found.append(args[2]), encode(*args))[1])
         scores = made.compute_forward(batch([160, 40]), stage)
     return found[0], scores
 
@@ -113,7 +113,8 @@ def test_a_frame_hears_nothing_behind_its_chunk():
     x = batch([160]).signals
     later = torch.cat([x[:, :64], x[:, 64:] + 1.0], 1)
     with torch.no_grad():
-        one, other = (made.recognizer.outputs(each, torch.tensor([160]), CHUNKS.config(4))[0] for each in (x, later))
+        one, other = (made.acoustic_model.outputs(signals, torch.tensor([160]), CHUNKS.config(4))[0]
+                      for signals in (x, later))
     assert torch.equal(one[:, :8], other[:, :8]) and not torch.allclose(one[:, 8], other[:, 8])
 
 
@@ -128,7 +129,7 @@ def test_an_utterance_scores_the_same_alone_and_in_any_batch(lengths, size, left
     torch.manual_seed(0)
     net = encoder().eval()
     accelerate(net)
-    model = Recognizer(torch.nn.Identity(), net, torch.nn.Linear(16, LABELS))
+    model = AcousticModel(torch.nn.Identity(), net, torch.nn.Linear(16, LABELS))
     config, feats = DynChunkTrainConfig(size, left), torch.zeros(len(lengths), max(lengths), WIDTH)
     for row, n in enumerate(lengths):
         feats[row, :n] = torch.randn(n, WIDTH)
@@ -141,7 +142,7 @@ def test_an_utterance_scores_the_same_alone_and_in_any_batch(lengths, size, left
 def test_chunks_never_make_the_host_wait():
     net = encoder()
     accelerate(net)
-    model = Recognizer(torch.nn.Identity(), net, torch.nn.Linear(16, LABELS))
+    model = AcousticModel(torch.nn.Identity(), net, torch.nn.Linear(16, LABELS))
     feats, frames = torch.randn(2, 20, WIDTH), torch.tensor([20, 7])
     with HostSyncs() as syncs:
         model.encode(feats, frames, DynChunkTrainConfig(4, 1))[0].sum().backward()

@@ -25,8 +25,8 @@ from sbkit.nn.kaldi import FilterBank
 from sbkit.nn.lengths import LengthRule
 from sbkit.nn.pretrained import Encoder, Head
 from sbkit.tasks.recognise import graph as recogniser
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.graph import OUTPUTS, reference
-from sbkit.tasks.recognise.recognizer import Recognizer
 
 MELS, LABELS = 16, 9
 #: Samples: the first is shorter than a window, the last far longer than what is traced.
@@ -54,7 +54,7 @@ def fixed_norm():
     return made
 
 
-def recognizer(encoder=None, norm="sentence", features=None, frontend=front, swap=True):
+def acoustic_model(encoder=None, norm="sentence", features=None, frontend=front, swap=True):
     torch.manual_seed(0)
     made = frontend() if frontend else None
     width = MELS // 4 * 6 if made else MELS
@@ -75,7 +75,7 @@ def recognizer(encoder=None, norm="sentence", features=None, frontend=front, swa
         normalize.train()(torch.randn(3, 50, MELS) * 8 - 30, torch.ones(3))
     if normalize:
         normalize.eval()
-    return Recognizer(features, encoder, lin, made, normalize, n_features=MELS)
+    return AcousticModel(features, encoder, lin, made, normalize, n_features=MELS)
 
 
 def crdnn(width):
@@ -106,7 +106,7 @@ ON_A_CPU = "mfcc, one block, relative positions, global normalisation"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Its model, its traced program and the folder with its files."""
-    folder, model = tmp_path_factory.mktemp("made"), recognizer(**VARIANTS[ON_A_CPU])
+    folder, model = tmp_path_factory.mktemp("made"), acoustic_model(**VARIANTS[ON_A_CPU])
     program = recogniser.trace(recogniser.Graph(model))
     graph.write_torch(program, folder / "m.pt2")
     graph.write_onnx(program, folder / "m.onnx", INPUTS, recogniser.OUTPUTS, {"a": "b"})
@@ -114,8 +114,8 @@ def made(tmp_path_factory):
 
 
 def test_without_a_head_the_graph_gives_encoder_states():
-    whole = recognizer()
-    model = Recognizer(whole.compute_features, whole.encoder, None, whole.frontend, whole.normalize, n_features=MELS)
+    whole = acoustic_model()
+    model = AcousticModel(whole.compute_features, whole.encoder, None, whole.frontend, whole.normalize, n_features=MELS)
     signals, lengths = torch.randn(2, 9000) * 0.1, torch.tensor([9000, 5000])
     signals[1, 5000:] = 0.0
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_every_runtime_says_what_the_recogniser_says(made):
 @pytest.mark.gpu(values=True)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_program_says_on_a_card_what_the_recogniser_says(name, tmp_path):
-    model = recognizer(**VARIANTS[name])
+    model = acoustic_model(**VARIANTS[name])
     graph.write_torch(recogniser.trace(recogniser.Graph(model)), tmp_path / "m.pt2")
     module = move_program(torch.export.load(tmp_path / "m.pt2"), torch.device("cuda", 0)).module()
     signal = torch.from_numpy(sound(24_001))[None]
@@ -175,7 +175,7 @@ def test_a_program_says_on_a_card_what_the_recogniser_says(name, tmp_path):
 
 
 def test_the_recogniser_is_left_as_it_was():
-    model = recognizer()
+    model = acoustic_model()
     kinds = {name: type(layer) for name, layer in model.encoder.named_modules()}
     signal = torch.from_numpy(sound(9_000))[None]
     with torch.no_grad():
@@ -224,7 +224,7 @@ def test_a_pretrained_encoder_that_nobody_imports_with_a_head_is_exported(tmp_pa
     """Of the other families export/test_imported.py compares whole models."""
     encoder = Encoder(str(encoders.make(tmp_path / "encoder", "whisper", encoder_layers=1)))
     encoder.load()
-    model = Recognizer(None, encoder.eval(), Head(encoder, 30, kernel_size=5).eval(), hop_samples=1)
+    model = AcousticModel(None, encoder.eval(), Head(encoder, 30, kernel_size=5).eval(), hop_samples=1)
     program = recogniser.trace(recogniser.Graph(model))
     least = graph.min_samples(program)
     assert least < 1_000 and not any("fft" in str(node.target) for node in program.graph.nodes)

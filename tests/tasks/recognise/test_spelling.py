@@ -23,7 +23,7 @@ from sbkit.infer import assembly, decoding
 from sbkit.recipe import load
 from sbkit.tasks import feature_statistics
 from sbkit.tasks.ctc import CTC
-from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.spelling import separates_words, spelling_of
 
 HPARAMS = Path(__file__).parents[3] / "hparams"
@@ -65,7 +65,7 @@ def brain(tmp_path):
     hparams["checkpointer"] = None
     feature_statistics.allow_missing(hparams["normalize"])
     made = CTC(modules=hparams["modules"], hparams=hparams, run_opts={"device": "cpu"})
-    made.use_recognizer(Recognizer(None, Level(), nn.Identity(), hop_samples=1))
+    made.use_acoustic_model(AcousticModel(None, Level(), nn.Identity(), hop_samples=1))
     made.keys.tokenizer, made.rows = Pieces(bundles.PIECES), []
     made.modules.eval()
     return made

@@ -79,17 +79,19 @@ def test_its_readme_shows_how_to_run_it_without_sbkit(made, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("name", ["onnx", "torch"])
 def test_what_is_written_gives_what_the_checkpoint_does_for_any_batch_and_chunk(shared, name):
-    recognizer = source.open_run(shared.run).exported.recognizer
-    agrees(open_runner(name, shared.bundle / layout.STREAMS[name]), recognizer, Config.read(shared.bundle), atol=1e-3)
+    acoustic_model = source.open_run(shared.run).exported.acoustic_model
+    run = open_runner(name, shared.bundle / layout.STREAMS[name])
+    agrees(run, acoustic_model, Config.read(shared.bundle), atol=1e-3)
 
 
 def test_layers_that_compute_something_else_by_steps_are_refused(shared):
-    recognizer = source.open_run(shared.run).exported.recognizer
+    acoustic_model = source.open_run(shared.run).exported.acoustic_model
     signal = 0.1 * torch.randn(60_000, generator=torch.Generator().manual_seed(1))
-    streaming_graph.check_steps(recognizer, signal)
-    recognizer.encoder.encoder.layers[0].register_forward_hook(lambda layer, given, out: (out[0].roll(1, -1), out[1]))
+    streaming_graph.check_steps(acoustic_model, signal)
+    first_layer = acoustic_model.encoder.encoder.layers[0]
+    first_layer.register_forward_hook(lambda layer, given, out: (out[0].roll(1, -1), out[1]))
     with pytest.raises(SbkitError, match="outputs on a stream, step by step, differ"):
-        streaming_graph.check_steps(recognizer, signal)
+        streaming_graph.check_steps(acoustic_model, signal)
 
 
 def test_parity_is_of_every_format_and_chunk(made):

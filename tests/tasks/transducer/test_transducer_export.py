@@ -27,8 +27,8 @@ TRANSDUCER = RECIPE.with_name("transducer.yaml")
 
 def says_something(brain):
     """At most four tokens in a frame, which sherpa-onnx takes as speech has no more; others' are endless."""
-    brain.recognizer.normalize.set_statistics(torch.full((80,), -5.0), torch.full((80,), 2.0))
-    for seed, part in ((449, brain.keys.transducer), (11, brain.recognizer.head)):
+    brain.acoustic_model.normalize.set_statistics(torch.full((80,), -5.0), torch.full((80,), 2.0))
+    for seed, part in ((449, brain.keys.transducer), (11, brain.acoustic_model.head)):
         torch.manual_seed(seed)
         for weights in part.parameters():
             weights.data.normal_(std=2.0)

@@ -53,4 +53,4 @@ def test_one_that_did_not_learn_in_chunks_is_refused(monkeypatch):
     made = recogniser()
     made.chunks = None
     with pytest.raises(SbkitError, match="the recipe has no chunks"):
-        ExportedTransducer(None, {}, 16_000, recognizer=made, keys=None).target(layout.SHERPA)
+        ExportedTransducer(None, {}, 16_000, acoustic_model=made, keys=None).target(layout.SHERPA)

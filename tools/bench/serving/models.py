@@ -14,7 +14,7 @@ from sbkit.export.layout import Config
 from sbkit.export.vocabulary import write_tokens
 
 if TYPE_CHECKING:
-    from sbkit.tasks.recognise.recognizer import Recognizer
+    from sbkit.tasks.recognise.acoustic_model import AcousticModel
 
 RATE, FRAME = 16_000, 640
 LETTERS = ["<blk>", "▁", *"abcdefghijklmnopqrstuvwxyz"]
@@ -81,7 +81,7 @@ def streaming(folder: Path) -> Path:
     from sbkit.tasks.recognise.streaming_graph import Streams
 
     with tempfile.TemporaryDirectory() as aside:
-        model = _recognizer(Path(aside))
+        model = _acoustic_model(Path(aside))
     folder.mkdir(parents=True)
     config = Config(sample_rate=RATE, hop_samples=model.hop_samples, subsampling=model.subsampling,
                     vocabulary=len(LETTERS), language="en", models={each: layout.MODELS[each] for each in _FORMATS})
@@ -95,18 +95,18 @@ def streaming(folder: Path) -> Path:
     return _described(folder, config)
 
 
-def _recognizer(folder: Path) -> Recognizer:
+def _acoustic_model(folder: Path) -> AcousticModel:
     """Build the model of the recipe as shipped; ``folder`` gets the files that a run would have."""
     import torch
 
     from sbkit.nn.global_norm import GlobalNorm
     from sbkit.recipe import load
-    from sbkit.tasks.recognise.recognizer import Recognizer
+    from sbkit.tasks.recognise.acoustic_model import AcousticModel
 
     torch.manual_seed(0)
     given = {"output_folder": str(folder), "output_neurons": len(LETTERS)}
     recipe = load.open_recipe(STREAMING, given)
-    model = Recognizer.of(recipe.keys, recipe.hparams["ctc_lin"])
+    model = AcousticModel.of(recipe.keys, recipe.hparams["ctc_lin"])
     norm: GlobalNorm = recipe.hparams["normalize"]
     norm.set_statistics(torch.full((80,), -5.0), torch.full((80,), 2.0))
     head = recipe.hparams["ctc_lin"].w

@@ -28,7 +28,7 @@ GUARD_FRAMES = 16
 FRAMES_AT_ONCE = 4000
 
 
-class Recognizer:
+class AcousticModel:
     """Features, front end, encoder and head of a recipe in one object.
 
     It is not a module and owns no parameters; the recipe's modules are registered elsewhere.
@@ -85,7 +85,7 @@ class Recognizer:
             self.encoder_rule, self.padding = LengthRule.identity(), {"guard": guard}
 
     @classmethod
-    def of(cls, keys: EncoderKeys, head: nn.Module | None = None, scores_tokens: bool = True) -> Recognizer:
+    def of(cls, keys: EncoderKeys, head: nn.Module | None = None, scores_tokens: bool = True) -> AcousticModel:
         """Put a recipe's features, front end, encoder and head together."""
         return cls(features=keys.compute_features, encoder=getattr(keys, keys.encoder_key), head=head,
                    frontend=keys.CNN, normalize=keys.normalize, augment=keys.spec_augment, n_features=keys.n_mels,

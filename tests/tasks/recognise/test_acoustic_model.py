@@ -11,8 +11,8 @@ from sbkit.nn.accelerate import accelerate
 from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank
-from sbkit.tasks.recognise import recognizer
-from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise import acoustic_model
+from sbkit.tasks.recognise.acoustic_model import AcousticModel
 
 
 @pytest.fixture(scope="module", params=["SpeechBrain's", "causal"])
@@ -29,10 +29,10 @@ def model(request):
     layers = torch.nn.ModuleList([frontend, encoder, head]).eval()
     accelerate(layers)
     if not live:
-        return Recognizer(Fbank(n_mels=80), encoder, head, frontend, InputNormalization(norm_type="sentence"))
+        return AcousticModel(Fbank(n_mels=80), encoder, head, frontend, InputNormalization(norm_type="sentence"))
     norm = GlobalNorm(80, "nowhere")
     norm.set_statistics(torch.full((80,), -8.0), torch.full((80,), 3.0))
-    return Recognizer(FilterBank(snip_edges=False), encoder, head, frontend, norm)
+    return AcousticModel(FilterBank(snip_edges=False), encoder, head, frontend, norm)
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def test_a_batch_in_pieces_comes_out_as_the_whole(model, monkeypatch):
     seen, features = [], model.compute_features.forward
     monkeypatch.setattr(model.compute_features, "forward",
                         lambda rows, *lengths: seen.append(len(rows)) or features(rows, *lengths))
-    monkeypatch.setattr(recognizer, "FRAMES_AT_ONCE", 250)  # two utterances of a second
+    monkeypatch.setattr(acoustic_model, "FRAMES_AT_ONCE", 250)  # two utterances of a second
     pieces, _ = model.outputs(signals, samples)
     assert seen == [2, 2, 1]
     torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
@@ -65,7 +65,7 @@ def test_a_batch_in_pieces_comes_out_as_the_whole(model, monkeypatch):
 def test_a_graph_of_features_serves_every_size():
     class Pieces(torch.nn.Module):
         def forward(self, x):
-            return recognizer.by_rows(torch.sin, 4000, x)
+            return acoustic_model.by_rows(torch.sin, 4000, x)
 
     any_size = torch.export.Dim.DYNAMIC
     graph = torch.export.export(Pieces(), (torch.zeros(2, 50, 4),), dynamic_shapes=({0: any_size, 1: any_size},))
@@ -93,7 +93,7 @@ def test_the_decoder_takes_no_token_for_padding(attention):
     torch.manual_seed(0)
     encoder = conformer(8, 12, num_encoder_layers=1, num_decoder_layers=2, attention_type=attention)
     accelerate(encoder.eval())
-    model = Recognizer(torch.nn.Identity(), encoder, torch.nn.Linear(16, 12))
+    model = AcousticModel(torch.nn.Identity(), encoder, torch.nn.Linear(16, 12))
     feats, frames = torch.randn(2, 9, 8), torch.tensor([9, 6])
     spoken = [torch.tensor([1, 4, 0, 0, 5]), torch.tensor([1, 0, 7])]
     expected, _ = model.encode(feats, frames)
