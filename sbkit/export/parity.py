@@ -24,6 +24,7 @@ _TIE = 1e-4  # labels whose log-probabilities differ by no more than this count 
 TOLERANCE = 1e-3  # largest difference of an output, for formats that compute in fp32
 #: Allowed increase of the WER by 8-bit weights: in points, or relative to the WER if that is more.
 POINTS, SHARE = 1.0, 0.1
+_MAX_NAMED = 3  # clips with other words in a message
 #: Share of the clips (at least one) whose words may change in a program that modifies the waveform first.
 _MAX_CHANGED_SHARE = 0.02
 
@@ -347,7 +348,8 @@ class Comparison:
     def _failures_of_words(self, result: ParityResult) -> list[str]:
         if result.words_changed <= result.max_changed:
             return []
-        return [f"{result.format}: {result.words_changed} of {len(self.texts)} clips have different words"]
+        names = ", ".join(result.changed[:_MAX_NAMED]) + (", ..." if len(result.changed) > _MAX_NAMED else "")
+        return [f"{result.format}: {result.words_changed} of {len(self.texts)} clips have different words ({names})"]
 
     def _companion_modes(self) -> list[tuple[str, str, Comparison]]:
         """The comparisons of further graphs, each with the graph's name and its mode."""
