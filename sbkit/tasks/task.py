@@ -304,14 +304,16 @@ class Task(Brain):
         if results_folder is not None and self.metrics_log is not None:
             self.metrics_log.close()
             self.metrics_log = MetricsLog(results_folder)
-        if self.learning is not None:
+        # SpeechBrain's loop, which runs a step that a recipe overrides, reports no losses that masks could follow.
+        compares_with_chance = self.learning is not None and self.learning.knows_chance and not self._overridden
+        if self.learning is not None and not self._overridden:
             self.learning.begin_run(
                 texts, steps, max_norm=self.max_grad_norm, anneals=self.annealing is not None, thaws_at=self.thaws_at,
                 schedule=self.schedule if self.opt_class is not None else None, recipe_keys=vars(self.hparams))
         if self.schedule is not None and not self.test_only:
             self.schedule.total_steps = steps
         if self.keys.schedule is not None and not self.test_only and ranks.is_main():
-            log_limits(self.keys.schedule, steps, self.learning is not None and self.learning.knows_chance)
+            log_limits(self.keys.schedule, steps, compares_with_chance)
         if self.thaws_at >= steps > 0 and not self.test_only and ranks.is_main():
             logger.warning("What is frozen until step %d never trains, because the run has %d steps: take more "
                            "(--min_steps 1000), or freeze for fewer", self.thaws_at, steps)

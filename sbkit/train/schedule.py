@@ -163,7 +163,7 @@ def log_limits(schedule: Any, steps: int, tracks_learning: bool) -> None:  # a S
                    schedule.max_rise_per_step, rate, warmup, lowered, limited_at_chance)
     if schedule.max_lr_at_chance is not None and not tracks_learning:
         logger.warning("schedule.max_lr_at_chance has no effect here: it needs a recogniser whose loss has a part per "
-                       "token (loss_of_tokens); leave it out")
+                       "token (LearningMonitor), and a step that isn't overridden; leave it out")
     if warmup > steps:
         logger.warning("The warm-up takes %d steps and the run has %d, so the learning rate reaches only %.3g of %g: "
                        "use a shorter one, such as --schedule.warmup 0.2, a share of the run",

@@ -226,6 +226,21 @@ def test_a_task_that_names_no_such_part_has_whole_masks_from_its_first_step(tmp_
         assert masks.strength == strength
 
 
+class OwnStep(Parrot):
+    """Updates by itself, in SpeechBrain's loop, which reports no losses of steps."""
+
+    def optimizers_step(self):
+        super().optimizers_step()
+
+
+def test_masks_and_rate_are_whole_where_an_overridden_step_reports_no_losses(tmp_path):
+    brain, masks = following(tmp_path, float("nan"), OwnStep)
+    vars(brain.keys).update(TOKENS)
+    brain.open_run(["yes"], 9)
+    begin(brain)
+    assert masks.strength == 1.0 and brain.learning_rate == 0.003
+
+
 class Thermostat(Parrot):
     """Sets the rate of its optimizer itself, in a hook of its own."""
 
