@@ -235,9 +235,9 @@ class SpeechBrainModel:
         return run
 
 
-def _blank_id(hparams: Any) -> int:  # a namespace of whatever the YAML defines
+def _blank_id(values: Any) -> int:  # a namespace of whatever SpeechBrain's YAML defines
     """Return the blank of the decoding function, or else the recipe's, or else 0."""
-    decoding = hparams.decoding_function
+    decoding = values.decoding_function
     if isinstance(decoding, functools.partial) and decoding.keywords.get("blank_id") is not None:
         return int(decoding.keywords["blank_id"])
-    return int(getattr(hparams, "blank_index", 0))
+    return int(getattr(values, "blank_index", 0))

@@ -68,7 +68,7 @@ def keys_on_demand(path: Path, overrides: Mapping[str, Any], tree: Node) -> Task
     members["class_of"] = class_of
     # Declarations are cached by class, and this class, with all that it builds, must not outlive its keys.
     members["declared"] = classmethod(lambda cls: declared.declared())
-    on_demand: Any = type(declared.__name__, (declared,), members)
+    on_demand: Any = type(declared.__name__, (declared,), members)  # a class that is made here
     return on_demand.read(values)
 
 

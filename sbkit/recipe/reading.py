@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,13 +48,14 @@ def read_without_imports(path: Path, overrides: Mapping[str, Any], findings: Fin
     resolved = resolve(path, overrides, findings, PACKAGES)
     if resolved.root is None:
         return None, []
-    root, notes = _without_unchecked(flatten(resolved.root), findings)
-    validate(root, resolved.referred, path, findings)
+    root, notes, arguments = _without_unchecked(flatten(resolved.root), findings)
+    validate(root, resolved.referred, path, findings, arguments)
     return root, notes
 
 
-def _without_unchecked(root: Node, findings: Findings) -> tuple[Node, list[str]]:
-    """The tree in which what must not be imported or called is unknown, and notes on what won't be checked."""
+def _without_unchecked(root: Node, findings: Findings) -> tuple[Node, list[str], list[Node]]:
+    """The tree in which what must not be imported or called is unknown, notes on what won't be checked, and the
+    arguments of what is unknown, which can be checked by themselves."""
     notes: dict[tuple[str, int, int, str], str] = {}
     for node in root.walk():
         why, _ = _why_unchecked(node.tag)
@@ -62,23 +63,33 @@ def _without_unchecked(root: Node, findings: Findings) -> tuple[Node, list[str]]
             place = node.place
             notes[place.file, place.line, place.column, node.key] = ": ".join(filter(None, (str(place), node.key, why)))
 
+    waiting: list[Node] = []
+
     def without(node: Node) -> Node:
         _, importable = _why_unchecked(node.tag)
         if importable:
             return node
-        # The keys of a file with a tag can be checked.
-        return dataclasses.replace(node, tag="", value=node.value if node is root else UNKNOWN)
+        if node is root:  # the keys of a file with a tag can be checked
+            return dataclasses.replace(node, tag="")
+        waiting.extend(node.children())
+        return dataclasses.replace(node, tag="", value=UNKNOWN)
 
-    return findings.mapped(root, without), [notes[place] for place in sorted(notes)]
+    known = findings.mapped(root, without)
+    arguments: list[Node] = []
+    while waiting:  # an argument may have unknown parts of its own
+        arguments.append(findings.mapped(waiting.pop(0), without))
+    return known, [notes[place] for place in sorted(notes)], arguments
 
 
-def validate(root: Node, referred: Collection[str], path: Path, findings: Findings) -> None:
+def validate(root: Node, referred: Collection[str], path: Path, findings: Findings,
+             arguments: Sequence[Node] = ()) -> None:
     """Find the mistakes in a resolved recipe that can be seen without building it.
 
     referred : the keys that references name
     path : the recipe's file, which lacks the keys that are missing
+    arguments : of parts that the tree lacks, because they are unknown
     """
-    nodes = list(root.walk())
+    nodes = list(dict.fromkeys(node for top in (root, *arguments) for node in top.walk()))
     for node in nodes:  # texts first, so that an argument that refers to one isn't reported again
         for child in node.children():
             if child.scalar and child.value is not UNKNOWN:

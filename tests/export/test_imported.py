@@ -21,6 +21,7 @@ from sbkit.export.imported import ImportRequest, import_model
 from sbkit.nn.pretrained.ctc import CTCModel
 from sbkit.runs.initial import published as published_sources
 from sbkit.score.metric import Metric
+from sbkit.score.weights import ChosenWeights
 
 LENGTHS = (16_000, 4_000, 23_457, 9_999)
 
@@ -246,7 +247,7 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path):
 def test_a_recipe_beside_a_model_of_transformers_is_not_opened(tmp_path):
     folder = published.make(tmp_path / "model")
     (folder / "hyperparams.yaml").write_text(f"ran: !apply:os.mkdir [{tmp_path / 'ran'}]\n")
-    assert published_sources.find(folder, "best", 1, Metric("WER")).has_tokenizer
+    assert published_sources.find(folder, ChosenWeights(), Metric("WER")).has_tokenizer
     (folder / "vocab.json").unlink()
     with pytest.raises(SbkitError, match=f"{folder} has no tokenizer that transformers can open"):
         import_model(ImportRequest(str(folder), tmp_path / "bundle", trust_code=True))
