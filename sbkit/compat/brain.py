@@ -293,8 +293,8 @@ class Brain(sb.core.Brain):
     def fit_batch(self, batch: MicroBatch) -> torch.Tensor:
         """Train on one batch as SpeechBrain does, and return its detached loss.
 
-        ``fit`` calls it only if a recipe overrides it, ``optimizers_step`` or ``update_average``; otherwise it takes
-        whole steps (see ``Trainer.train_step``).
+        ``fit`` calls it only if a recipe overrides a part of SpeechBrain's step (see ``ScriptTrainer``); otherwise it
+        takes whole steps (see ``Trainer.train_step``).
         """
         last = is_last(batch)
         should_step = self.step % self.grad_accumulation_factor == 0 if last is None else last
@@ -321,7 +321,7 @@ class Brain(sb.core.Brain):
         optimizers, rates_on_device = eager.prepare_update()
         with eager.keeping_frozen(optimizers):
             _, skipped = update(optimizers, factor, self.max_grad_norm, rates=rates_on_device)
-            eager.follow_update(skipped, failed=skipped)
+            eager.follow_update(skipped, skipped)
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
         self.optimizer_step += 1

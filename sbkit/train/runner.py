@@ -120,22 +120,22 @@ class Eager:
         counted, finite = count > 0, torch.isfinite(sums[0])
         factor = torch.where(counted, self.parallel.divided_by / count, torch.zeros_like(count))
         max_norm = self.hooks.settings.max_grad_norm
-        norm, skipped = update(optimizers, self.precision.unscaled(factor), max_norm, finite & counted, rates)
-        # A step that counts nothing is not taken either, as weights would decay and move by momentum; it didn't fail.
-        failed = torch.where(counted, skipped, (~finite).to(skipped))
-        values = torch.cat([torch.stack([norm.float(), failed, *self.precision.scales()]), sums])
-        self.follow_update(skipped, failed)
+        norm, unchanged = update(optimizers, self.precision.unscaled(factor), max_norm, finite & counted, rates)
+        # A step that counts nothing changes nothing either, as weights would decay and move by momentum; that is no skip.
+        skipped = torch.where(counted, unchanged, (~finite).to(unchanged))
+        values = torch.cat([torch.stack([norm.float(), skipped, *self.precision.scales()]), sums])
+        self.follow_update(unchanged, skipped)
         self.precision.follow(count / ranks.world_size())
         return values
 
-    def follow_update(self, skipped: Tensor, failed: Tensor) -> None:
+    def follow_update(self, unchanged: Tensor, skipped: Tensor) -> None:
         """Let the loss scale and the average of the weights follow an update.
 
-        skipped, failed : 1 if it changed nothing, and if that is because something was not finite
+        unchanged, skipped : 1 if it changed nothing, and if that is because something was not finite
         """
-        self.precision.adjust(failed)
+        self.precision.adjust(skipped)
         if self.moving_average is not None:
-            self.moving_average.update(skipped)
+            self.moving_average.update(unchanged)
 
     @contextlib.contextmanager
     def keeping_frozen(self, optimizers: Sequence[Optimizer]) -> Iterator[list[Tensor]]:

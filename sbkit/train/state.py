@@ -58,7 +58,7 @@ class TrainState:
         self.epoch_step += 1
         return self.optimizer_step if updates else self.epoch_step
 
-    def saved(self) -> None:
+    def restart_save_interval(self) -> None:
         """Begin to count anew what has come since the last checkpoint."""
         self.saved_at, self.batches_since_save = time.monotonic(), 0
 

@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 FLAGS = ("stop", "save", "parameters")
 #: Time for the other ranks to end a trial of a batch that doesn't fit on one of them.
 TRIAL_SECONDS = 60.0
+_TOTAL_AND_COUNT = slice(4, 6)  # among the values of a step
+
 
 
 class NotFinite(SbkitError, ValueError):
@@ -226,7 +228,7 @@ class Trainer:
         if not state.largest_tried:
             state.largest_tried = True
             self._try_largest(train_set, epoch)
-        state.saved()
+        state.restart_save_interval()
         hooks.begin_profile()
         self.times.reset()
         if not state.step:
@@ -410,6 +412,7 @@ class Trainer:
         while len(self._arriving) > (0 if wait else self.lag):
             late = len(self._arriving) - 1
             arrived = self._arriving.pop(0)
+            # As ``Eager.update`` has put them together.
             norm, skipped, scale, sum_scale, total, count, *rest = arrived.values.numpy().tolist()
             pairs = zip(rest[::2], rest[1::2], strict=False)  # flags come behind them
             extras = dict(zip(arrived.names, pairs, strict=False))
@@ -443,7 +446,8 @@ class Trainer:
 
     def mean_loss(self) -> float:
         """Return the mean training loss of the epoch so far, over all ranks; waits for the device."""
-        return self.state.mean_loss.value(arrived.values.numpy().tolist()[4:6] for arrived in self._arriving)
+        return self.state.mean_loss.value(arrived.values.numpy().tolist()[_TOTAL_AND_COUNT]
+                                          for arrived in self._arriving)
 
     # ------------------------------------------------------------ saving and leaving
 
@@ -455,7 +459,7 @@ class Trainer:
         guard.poll(wait=True)  # raises now if a label was invalid, so that nothing learnt from it is saved
         self.buffers.detect_changes()
         self.hooks.write_checkpoint()
-        self.state.saved()
+        self.state.restart_save_interval()
 
     @contextlib.contextmanager
     def keeping_epoch(self, epoch: int) -> Iterator[None]:
