@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class ScriptTrainer(Trainer):
     """Trains as ``Trainer``, but takes steps by ``Brain.fit_batch``, as SpeechBrain's own loop does.
 
-    For a script, or a task's recipe, that overrides a part of SpeechBrain's step. What only ``Trainer.train_step`` knows
-    is missing here: the exact mean of a step, CUDA graphs, reports of bad batches, and the results of steps
+    For a script, or a task's recipe, that overrides a part of SpeechBrain's step. What only ``Trainer.train_step``
+    knows is missing here: the exact mean of a step, CUDA graphs, reports of bad batches, and the results of steps
     (``on_step_known``, lines of metrics.jsonl, and what follows the progress of learning).
 
     overridden : the methods of SpeechBrain's step that the script overrides

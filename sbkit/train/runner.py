@@ -121,7 +121,7 @@ class Eager:
         factor = torch.where(counted, self.parallel.divided_by / count, torch.zeros_like(count))
         max_norm = self.hooks.settings.max_grad_norm
         norm, unchanged = update(optimizers, self.precision.unscaled(factor), max_norm, finite & counted, rates)
-        # Nor does a step that counts nothing change anything: weights would decay, and move by momentum. That is no skip.
+        # A step that counts nothing changes nothing: weights would decay, and move by momentum. That is no skip.
         skipped = torch.where(counted, unchanged, (~finite).to(unchanged))
         values = torch.cat([torch.stack([norm.float(), skipped, *self.precision.scales()]), sums])
         self.follow_update(unchanged, skipped)
