@@ -329,3 +329,10 @@ def test_what_builds_nothing_is_no_recipe_of_a_folder(tmp_path):
     with pytest.raises(SbkitError) as error:
         arguments.locate(str(tmp_path))
     assert error.value.hint == f"name one of its recipes: {tmp_path / 'mine.yaml'}"
+
+
+@pytest.mark.parametrize("value, problem", [("0", "can't average 0 checkpoints"), ("soon", "is no average")])
+def test_a_wrong_average_is_named_with_its_option(value, problem, capsys):
+    assert main(["evaluate", "run", "--average", value]) == 2
+    told = capsys.readouterr().err
+    assert "--average" in told and problem in told

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from sbkit.errors import SbkitError
 from sbkit.score.chunk_size import WHOLE
-from sbkit.score.weights import AVERAGES, Mean, average_of
+from sbkit.score.weights import AVERAGES, Average, Mean, average_of
 from sbkit.system.schema import NOT_NEGATIVE, POSITIVE, SHARE, Number
 
 _Number = TypeVar("_Number", int, float)
@@ -61,7 +61,14 @@ def add_vad(parser: argparse.ArgumentParser) -> None:
 def add_average(parser: argparse.ArgumentParser, does: str) -> None:
     """Add ``--average``, whose help says what the command does with it."""
     others = "".join(f", or {name}-of-N: the {name}" for name in AVERAGES if name != Mean.name)
-    parser.add_argument("--average", type=average_of, default=Mean(), metavar="N", help=f"{does}{others}")
+    parser.add_argument("--average", type=_average, default=Mean(), metavar="N", help=f"{does}{others}")
+
+
+def _average(text: str) -> Average:
+    try:
+        return average_of(text)
+    except SbkitError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def require_run(folder: Path) -> None:

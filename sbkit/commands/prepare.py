@@ -16,7 +16,7 @@ def run(argv: list[str]) -> int:
     import torch
 
     from sbkit.infer.bundles import BundleLoader
-    from sbkit.recipe import arguments
+    from sbkit.recipe import arguments, load
     from sbkit.runs import initial, trained_on
     from sbkit.runs.lock import RunLock
     from sbkit.runs.preparation import prepare_data
@@ -36,6 +36,7 @@ def run(argv: list[str]) -> int:
         if isinstance(output_folder, str):
             stack.enter_context(without_traces(Path(output_folder)))
         keys = config.keys()
+        load.refuse_problems(list(keys.clashes()), config.path)
         if keys.output_folder:
             folder = keys.folder
             stack.enter_context(RunLock(folder, runs=False))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import traceback
 from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -31,13 +33,24 @@ logger = logging.getLogger(__name__)
 def objectives_of(brain: Any, outputs: Outputs, batch: MicroBatch, stage: Stage) -> Objectives:  # as in BrainHooks
     """Call a script's ``compute_objectives``; if it can't work because there are no outputs, its error says so."""
     try:
-        return brain.compute_objectives(outputs, batch, stage)
+        return brain.compute_objectives(outputs, batch, stage=stage)
     except (TypeError, AttributeError) as error:
         # A script may compute everything in compute_objectives, and only Python's words say that None was the cause.
-        if outputs is None and "NoneType" in str(error):
+        if outputs is None and "NoneType" in str(error) and _ends_in_objectives(brain, error):
             explain(error, SbkitError(f"compute_objectives got None from compute_forward, and ends in: {error}",
                                       hint="let compute_forward return its outputs"))
         raise
+
+
+def _ends_in_objectives(brain: Any, error: BaseException) -> bool:  # as in BrainHooks
+    """Whether the innermost function of the script in an error's traceback is its ``compute_objectives``."""
+    objectives = inspect.unwrap(getattr(brain.compute_objectives, "__func__", brain.compute_objectives))
+    code = getattr(objectives, "__code__", None)
+    if code is None:  # no function of Python's
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    functions = [frame.name for frame in frames if frame.filename == code.co_filename]
+    return functions[-1:] == [code.co_name]
 
 
 class BrainHooks:

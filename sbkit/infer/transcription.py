@@ -145,10 +145,10 @@ def _print_error_rates(transcribed: Sequence[tuple[Recording, Transcript]], lang
 
 
 def _rates(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Return the error rates of rows of a recording's id, its reference and its transcript."""
     from sbkit.score.rates import ErrorRates
     from sbkit.score.significance import interval
 
-    """Return the error rates of rows of a recording's id, its reference and its transcript."""
     ids, references, texts = zip(*rows, strict=True)
     words = ErrorRates("word")
     words.add(ids, references, texts)

@@ -18,7 +18,7 @@ from sbkit.recipe.load import building, declaring_class, mistakes, refuse_proble
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import Node
 
-#: Tags whose objects are only named, which costs nothing.
+#: Tags whose objects are built, or of which something is called; what is only named costs nothing.
 _CALLS = "!new:", "!apply", "!!python/object"
 
 

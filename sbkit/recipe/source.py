@@ -1,6 +1,7 @@
 """The nodes of a recipe, their places in its files, and findings about them.
 
-A recipe goes through four stages. Each makes the next one's tree of nodes, and none changes a tree that another made:
+A recipe goes through four stages. Each makes a tree of nodes of that of the one before; only resolving fills trees that
+it has just had parsed:
 
 1. parse (``files.py``): the text of each file as a tree, with the place of every key.
 2. resolve (``resolve.py``): one tree of all files, with overrides applied and references replaced by their targets.

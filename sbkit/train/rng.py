@@ -129,7 +129,7 @@ class RngState:
         self._restore_loaded: Callable[[], None] | None = None
 
     def seed_rank(self) -> None:
-        """Give each rank its own random numbers (see ``seed_rank``); do nothing if there is only one rank."""
+        """Give each rank its own random numbers (by the function of this name); do nothing if there is only one."""
         if ranks.world_size() > 1:
             seed_rank(ranks.rank(), int(self.step()), self.device)
 

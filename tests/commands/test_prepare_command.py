@@ -40,6 +40,13 @@ def test_the_manifests_of_a_trained_run_are_not_replaced(data, tmp_path, capsys,
     assert prepare(other, tmp_path / "new") == 0
 
 
+def test_keys_that_clash_are_refused_before_anything_is_written(data, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert prepare(data[0], run, "--init_from", str(tmp_path / "gone"), "--replay", "0.2") == 2
+    assert f"{tmp_path / 'gone'} doesn't exist" in capsys.readouterr().err
+    assert not run.exists()
+
+
 def test_the_normalisation_of_a_trained_run_is_not_replaced(data, tmp_path, capsys):
     run = run_with_model(tmp_path / "run", data[0])
     before = files(run)

@@ -17,6 +17,13 @@ def own_mistake(outputs, batch, stage):
     return batch.missing
 
 
+def helpers_mistake(outputs, batch, stage):
+    def length(table):
+        return table.length
+
+    return length(None)
+
+
 BRAIN = SimpleNamespace(compute_objectives=first_output)
 
 
@@ -29,7 +36,8 @@ def test_objectives_that_fail_for_want_of_outputs_say_so():
 
 
 @pytest.mark.parametrize("brain, outputs", [
-    (BRAIN, 1), (SimpleNamespace(compute_objectives=own_mistake), None)])
+    (BRAIN, 1), (SimpleNamespace(compute_objectives=own_mistake), None),
+    (SimpleNamespace(compute_objectives=helpers_mistake), None)])
 def test_other_mistakes_of_objectives_are_shown_as_they_are(brain, outputs):
     with pytest.raises((TypeError, AttributeError)) as raised:
         objectives_of(brain, outputs, "batch", Stage.VALID)

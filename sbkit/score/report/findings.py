@@ -257,4 +257,4 @@ def _training(run: RunData) -> Iterator[RunFinding]:
     if skipped:
         yield RunFinding(
             0.2, f"{skipped} steps were skipped because a value was not finite",
-            "The run's folder bad_batches/ names the utterances and layers; sbkit rerun shows more.", "curves")
+            "sbkit rerun names the utterances and layers.", "curves")

@@ -43,16 +43,13 @@ class Transcriber:
         """A search, a recorder instead of it, or a recipe's own; None: greedy decoding."""
         self.live: LiveTest | None = None
         """Tests in chunks; None: on whole utterances only."""
+        self.test_context: DynChunkTrainConfig | None = None
+        """The context of frames in a test; None: the whole utterance."""
 
     @cached_property
     def spelling(self) -> Spelling:
         """How the model's tokens are written, as in its bundle."""
         return spelling_of(self.acoustic_model, self.keys)
-
-    @property
-    def test_context(self) -> DynChunkTrainConfig | None:
-        """The context of frames in a test; None: the whole utterance."""
-        return None if self.live is None else self.live.configs[self.live.chunk[0]]
 
     def complete(self, search: Search) -> Search:
         """Give a search the parts of the model that it needs; returns it."""
@@ -149,6 +146,7 @@ class Transcriber:
             raise SbkitError("--nbest lists the transcripts of the first size of --chunk, but a stream has only one",
                              hint="name whole first, as in --chunk whole,320, or leave out --nbest")
         self.live = LiveTest(self.acoustic_model, self.keys, self.decoding, chunk)
+        self.test_context = self.live.configs[chunk[0]]
 
     def tune(self, manifest: Manifest,
              evaluate: Callable[[Manifest], Sequence[TranscribedUtterance]]) -> dict[str, Any]:
@@ -158,7 +156,7 @@ class Transcriber:
         """
         search, manifest = self.search, tuning_subset(manifest)
         assert isinstance(search, TokenSearch), "there is a language model to weight"
-        live, self.live = self.live, None  # tuning only needs final transcripts, with chunks of the first size
+        live, self.live = self.live, None  # tuning only needs final transcripts, in ``test_context``
         self.search = recorder = Recorder(search, self.decoding.greedy, self.spelling.text)
         try:
             rows = evaluate(manifest)

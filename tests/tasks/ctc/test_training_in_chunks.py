@@ -13,11 +13,13 @@ from conformers import conformer
 from host_syncs import HostSyncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from letters import Letters
 from processes import results
 from speechbrain.core import Stage
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from speechbrain.utils.epoch_loop import EpochCounter
 
+from sbkit.decode.beam import BeamSearch
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.chunks import ChunkConfig, Chunks
 from sbkit.recipe.check import check
@@ -95,6 +97,25 @@ def test_each_stage_sees_what_it_is_to_see(monkeypatch):
     made.take_chunks([16])
     assert seen(made, Stage.TEST, monkeypatch)[0] == ChunkConfig(2, 4)
     assert seen(brain(None), Stage.TRAIN, monkeypatch)[0] is None
+
+
+def test_a_search_is_tuned_in_chunks_of_the_first_size(monkeypatch):
+    """Whole utterances would give other weights of the language model than those that a stream needs."""
+    made = brain(CHUNKS)
+    made.take_chunks([16])
+    made.transcriber.search = BeamSearch(Letters(["<unk>", "a", "b"]))
+    made.transcriber.spelling = made.transcriber.search.spelling(0.016)
+
+    class Evaluated(Exception):
+        pass
+
+    def evaluate(manifest):
+        assert seen(made, Stage.TEST, monkeypatch)[0] == ChunkConfig(2, 4)
+        raise Evaluated
+
+    with pytest.raises(Evaluated):
+        made.tune_search([], evaluate)
+    assert made.transcriber.live is not None
 
 
 def test_inner_layers_have_their_loss_in_chunks_too():
