@@ -351,6 +351,7 @@ def initial(folder: Path) -> Callable[[], None]:
 
     from sbkit.runs.initial.published import find
     from sbkit.score.metric import Metric
+    from sbkit.score.weights import ChosenWeights
 
     Run(folder).save(1, "first")
     state = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).state_dict()
@@ -360,7 +361,7 @@ def initial(folder: Path) -> Callable[[], None]:
 
     def use() -> None:
         (saved,) = folder.glob("CKPT+*")
-        every(*(lambda name=name: find(folder / name, "best", 1, Metric("WER", False)).tensors()
+        every(*(lambda name=name: find(folder / name, ChosenWeights(), Metric("WER", False)).tensors()
                 for name in ("a.safetensors", "a.ckpt", "b.pt", saved.name, f"{saved.name}/model.ckpt")))
 
     return use

@@ -18,6 +18,7 @@ from sbkit.export import imported, layout
 from sbkit.export.imported import ImportRequest, import_model
 from sbkit.runs.initial import published as published_sources
 from sbkit.score.metric import Metric
+from sbkit.score.weights import ChosenWeights
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +81,7 @@ def test_a_model_on_the_hub_is_that_of_its_folder(repository, tmp_path, monkeypa
     asked = {line.split()[1].rpartition("/")[2] for line in served.seen if line.startswith("GET")}
     assert {"hyperparams.yaml", "model.ckpt", "tokenizer.ckpt"} <= asked and "other.ckpt" not in asked
     assert opened[0].facts["imported"] == "someone/model"
-    ours, theirs = (published_sources.find(name, "best", 1, Metric("WER")) for name in ("someone/model", folder))
+    ours, theirs = (published_sources.find(name, ChosenWeights(), Metric("WER")) for name in ("someone/model", folder))
     assert ours.piece_model() == theirs.piece_model() and ours.tensors().keys() == theirs.tensors().keys()
     assert all(torch.equal(value, theirs.tensors()[name]) for name, value in ours.tensors().items())
 

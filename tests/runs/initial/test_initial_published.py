@@ -18,6 +18,7 @@ from sbkit.recipe.check import check
 from sbkit.runs import initial
 from sbkit.runs.initial import published as sources
 from sbkit.score.metric import Metric
+from sbkit.score.weights import ChosenWeights
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +140,7 @@ def test_a_name_beside_folders_that_are_here_is_no_name_on_the_hub(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results" / "first").mkdir(parents=True)
     with pytest.raises(SbkitError, match="init_from: results/frist doesn't exist"):
-        sources.find("results/frist", "best", 1, Metric("WER"))
+        sources.find("results/frist", ChosenWeights(), Metric("WER"))
 
 
 def test_a_head_is_taken_with_its_convolution_or_not_at_all(english, tmp_path, caplog):

@@ -11,6 +11,7 @@ from toys import SIZE, ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest,
 
 from sbkit.errors import SbkitError
 from sbkit.runs import restore
+from sbkit.score.metric import Metric
 from sbkit.score.weights import ChosenWeights, Mean
 from sbkit.tasks.task import Task
 from sbkit.train.averaging import averaged_state
@@ -109,6 +110,8 @@ def test_a_checkpoint_can_be_resumed_sharded_or_not(tmp_path):
 
 class Averaged(DeepBrain, Task):
     """Tests the mean of its two best checkpoints, as a recogniser does."""
+
+    metric = Metric("WER")
 
     def on_stage_start(self, stage, epoch=None):
         if stage.name == "TEST":
