@@ -59,8 +59,10 @@ class Stopped(SbkitError, SystemExit):
     @staticmethod
     def by(signum: int, place: str, checkpoint: Path | None) -> Stopped:
         """Make the error for a signal after a place such as "step 3", and for the checkpoint saved then, if any."""
-        saved = f"checkpoint saved at {checkpoint}" if checkpoint else "no checkpoint could be saved"
-        return _stopped(signum, f" after {place}, {saved}")
+        if checkpoint is None:
+            return _stopped(signum, f" after {place}, and nothing is saved, because there is no checkpointer",
+                            goal="begin again")
+        return _stopped(signum, f" after {place}, checkpoint saved at {checkpoint}")
 
 
 class StopSignals:
@@ -73,12 +75,15 @@ class StopSignals:
                     save()
                     raise Stopped.by(stop.signum, f"step {step}", path)
 
+    saves : says whether a checkpoint is going to be saved, for the message
+
     A signal that nothing acted on raises ``Stopped`` when the context is left. A thread, which runs even while the main
     one waits inside a collective or a kernel, prints a message, and ends the process at the second Ctrl-C.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saves: Callable[[], bool] = lambda: True) -> None:
         self.signum: int | None = None
+        self._saves = saves
         self._first: float | None = None
         self._before: dict[int, Any] = {}
 
@@ -126,8 +131,9 @@ class StopSignals:
                 ending.stopping.set()
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
-                    write_now(f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "
-                              f"stopping{sooner}\n")
+                    then = "saving a checkpoint after this step, then stopping" if self._saves() else \
+                        "stopping after this step, without a checkpoint, because there is no checkpointer"
+                    write_now(f"\n{signal.Signals(signum).name}: {then}{sooner}\n")
             elif signum == signal.SIGINT and now - self._first > echo:
                 os._exit(128 + signal.SIGINT)
         os.close(reading)

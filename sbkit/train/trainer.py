@@ -121,11 +121,12 @@ class Trainer:
         lock: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if checkpointer is not None and self.hooks.locks_folder and ranks.is_main():
             lock = locked_for_training(checkpointer.checkpoints_dir)
-        with lock, StopSignals() as self.signals:
+        # A script's ``on_fit_start`` may set a checkpointer.
+        with lock, StopSignals(saves=lambda: self.hooks.checkpointer is not None) as self.signals:
             try:
                 yield
             except BaseException:
-                if self.hooks.checkpointer is not None:  # a script's on_fit_start may have set it
+                if self.hooks.checkpointer is not None:
                     self.hooks.checkpointer.drop()
                 raise
 

@@ -123,7 +123,10 @@ def test_what_ends_a_run_is_a_plain_line_and_a_code():
     assert str(error) == ("stopped by SIGTERM after step 120, checkpoint saved at save/CKPT+x; "
                           "run the same command to resume")
     assert error.code == error.exit_code == 143
-    assert Stopped.by(signal.SIGINT, "step 1", None).code == 130
+    unsaved = Stopped.by(signal.SIGINT, "step 1", None)
+    assert unsaved.code == 130
+    assert str(unsaved) == ("stopped by SIGINT after step 1, and nothing is saved, because there is no checkpointer; "
+                            "run the same command to begin again")
     assert Stopped.by(signal.SIGUSR1, "step 1", None).code == 138
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and again.code == 143
