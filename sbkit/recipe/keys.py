@@ -201,6 +201,10 @@ class Keys:
 
     def clashes(self) -> Iterator[Problem]:
         """The problems of combined keys, each of which is right by itself; for derived classes to override."""
+        yield from self.clashes_of_the_corpus()
+
+    def clashes_of_the_corpus(self) -> Iterator[Problem]:
+        """Those of ``clashes`` that change how a corpus is prepared, found without building the model."""
         yield from ()
 
     def missing(self) -> Iterator[Problem]:

@@ -50,7 +50,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
 
 def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
     from sbkit.recipe import load
-    from sbkit.runs import replay, same_start, training
+    from sbkit.runs import same_start, training
     from sbkit.runs.lock import RunLock
     from sbkit.runs.run_config import RunConfig
     from sbkit.runs.start_guard import StartGuard
@@ -64,8 +64,8 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
             tree = ranks.run_on_main(training.before_run, command) if command.check else None
             config = RunConfig.of(command, device, tree)
             keys = config.keys()
-            if not command.check:  # which looks at all that clashes; of the rest, the objects that are built later tell
-                load.refuse_problems(list(replay.problems(keys)), config.path)
+            if not command.check:  # which has found these; all others are found when the model is built
+                load.refuse_problems(list(keys.clashes_of_the_corpus()), config.path)
             _refuse_foreign_folder(keys)
             folder = keys.folder
             with disk.disk_errors_as_user_error(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:

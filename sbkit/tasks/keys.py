@@ -57,11 +57,14 @@ class RecogniserKeys(TaskKeys):
             keys.corpus.keep_silence()
         return keys
 
-    def clashes(self) -> Iterator[Problem]:
+    def clashes_of_the_corpus(self) -> Iterator[Problem]:
         from sbkit.runs import replay
 
-        yield from super().clashes()
+        yield from super().clashes_of_the_corpus()
         yield from replay.problems(self)
+
+    def clashes(self) -> Iterator[Problem]:
+        yield from super().clashes()
         there = vars(self)
         if there.get("nonspeech") and getattr(there.get("batching"), "clips_per", None):
             yield Problem("nonspeech", "silence has no speaker or label, and batching: clips_per draws steps by one",
