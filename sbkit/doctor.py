@@ -345,7 +345,8 @@ def as_table(findings: Sequence[MachineFinding], width: int = 80) -> str:
         lines.append(f"{finding.verdict:{verdict_width}}  {finding.what:{what_width}}  {texts[0]}")
         lines += [f"{'':{verdict_width + what_width + 4}}{text}" for text in texts[1:]]
     verdicts = [finding.verdict for finding in findings]
-    errors, warnings = verdicts.count("error"), verdicts.count("warning")
+    errors = verdicts.count("error")
+    warnings = verdicts.count("warning")
     total = counted(errors, "error") if errors else "no errors"
     if warnings:
         total += f", {counted(warnings, 'warning')}"

@@ -84,16 +84,16 @@ def bucket_edges(durations: np.ndarray, step_seconds: float, buckets: int | None
             edges = _full_steps(candidates, below, step_seconds, steps, step_cost)
     if least == 1:
         return edges
-    kept = []
+    merged_edges = []  # of buckets with at least ``least`` utterances each
     waiting = 0
     for edge, size in zip(edges.tolist(), np.bincount(np.searchsorted(edges, durations)).tolist(), strict=True):
         waiting += size
         if waiting >= least:
-            kept.append(edge)
+            merged_edges.append(edge)
             waiting = 0
     if waiting:
-        kept[-1] = edges[-1]
-    return np.array(kept, edges.dtype)
+        merged_edges[-1] = edges[-1]
+    return np.array(merged_edges, edges.dtype)
 
 
 def _few_buckets(candidates: np.ndarray, below: np.ndarray, step_seconds: float, buckets: int | None,

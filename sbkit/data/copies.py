@@ -200,7 +200,7 @@ class Copies:
                                  what=f"{split}: bytes", show_progress=self.show_progress):
             if not isinstance(answer, str):  # unreadable files are reported when they are measured or decoded
                 blocks.update((files[j], block) for block in answer)
-        found = {}
+        originals: dict[int, str] = {}
         new = []
         for i, (id_, wav, start) in enumerate(zip(ids, wavs, starts.tolist(), strict=True)):
             if wav not in blocks:
@@ -209,14 +209,14 @@ class Copies:
             for name, other in self._blocks.get(place, ()):
                 with contextlib.suppress(AudioError):  # it is reported when it is measured or decoded
                     if read_bytes(wav, self.remote) == read_bytes(other, self.remote):
-                        found[i] = name
+                        originals[i] = name
                         break
             else:
                 if keep:
                     new.append((place, (f"{split}: {id_}", wav)))
         for place, entry in new:
             self._blocks.setdefault(place, []).append(entry)
-        return found
+        return originals
 
 
 def block_hash(wav: str, remote: Remote) -> list[str] | str:

@@ -203,40 +203,38 @@ class NonSpeech:
         below : from how many to how many decibels it is below the utterances
         """
         loudness = 10 ** (rng.uniform(*_LEVELS) / 20)
-        number = rng.random()
-        room = False
-        if self.files is not None and number < 0.5:
-            found = self.files.draw(rng, lambda path: recorded_noise(path, size, rate, rng)).astype(np.float64)
-        elif number > 0.9:
-            found = np.zeros(size)
-        elif number > 0.8 and recording is not None:
-            found = room_of(recording(), size, rate, rng)
-            room = True
+        source = rng.random()
+        is_room = False  # which has a loudness of its own
+        if self.files is not None and source < 0.5:
+            signal = self.files.draw(rng, lambda path: recorded_noise(path, size, rate, rng)).astype(np.float64)
+        elif source > 0.9:
+            signal = np.zeros(size)
+        elif source > 0.8 and recording is not None:
+            signal = room_of(recording(), size, rate, rng)
+            is_room = True
         else:
-            found = np.zeros(size)
-            for weight in (1.0, rng.random())[: rng.integers(1, 3)]:
-                # A fifth is coloured noise, which all microphones have, a third textures, a quarter what is hard.
-                names = [["noise"], ["textures"], list(HARD), list(KINDS)][np.searchsorted([0.2, 0.53, 0.8],
-                                                                                         rng.random())]
-                sound = SILENCES[names[rng.integers(len(names))]](rng, size, rate)
-                if rng.random() < _SWELLING:
-                    sound *= slow_curve(rng, size, rate, 10 ** rng.uniform(*_SWELLS)) ** rng.uniform(0.5, 4)
-                found += weight * equalised(rng, sound, rate)
+            signal = _synthesised(size, rate, rng)
+
         if spoken:
             speech = np.concatenate(spoken).astype(np.float64)
             loudness = float(np.mean(speech ** 2)) ** 0.5 * 10 ** (-rng.uniform(*below) / 20)
-        found *= 10 ** rng.uniform(-0.3, 0.3) if room and not spoken else \
-            loudness / (float(np.mean(found ** 2)) ** 0.5 or 1.0)
+        if is_room and not spoken:
+            signal *= 10 ** rng.uniform(-0.3, 0.3)
+        else:
+            signal *= loudness / (float(np.mean(signal ** 2)) ** 0.5 or 1.0)
+
         gaps = rng.dirichlet(np.ones(len(spoken) + 1)) * max(0, size - sum(map(len, spoken)))
-        gated, at = rng.random() < 0.3, 0.0  # nothing is heard under an utterance, as after a noise gate
+        is_gated = rng.random() < 0.3  # nothing is heard under an utterance, as after a noise gate
+        at = 0.0
         for gap, utterance in zip(gaps, spoken, strict=False):
-            place = found[int(at + gap):][: len(utterance)]
-            place *= not gated
+            place = signal[int(at + gap):][: len(utterance)]
+            place *= not is_gated
             place += utterance[: len(place)]
             at += gap + len(utterance)
+
         if rng.random() < 0.3:  # as a file or a microphone of 16 bits has it
-            found = np.round(found * 2 ** 15) / 2 ** 15
-        return found.astype(np.float32)
+            signal = np.round(signal * 2 ** 15) / 2 ** 15
+        return signal.astype(np.float32)
 
 
 def room_of(recording: np.ndarray, size: int, rate: int, rng: np.random.Generator) -> np.ndarray:
@@ -249,3 +247,17 @@ def room_of(recording: np.ndarray, size: int, rate: int, rng: np.random.Generato
     noise = np.fft.rfft(rng.standard_normal(size))
     places = np.linspace(0, len(spectrum) - 1, len(noise))
     return np.fft.irfft(noise * np.interp(places, np.arange(len(spectrum)), spectrum), size)
+
+
+def _synthesised(size: int, rate: int, rng: np.random.Generator) -> np.ndarray:
+    """Make a mixture [size] of one or two sounds of ``SILENCES``."""
+    signal = np.zeros(size)
+    for weight in (1.0, rng.random())[: rng.integers(1, 3)]:
+        # A fifth is coloured noise, which all microphones have, a third textures, a quarter what is hard.
+        groups = (["noise"], ["textures"], list(HARD), list(KINDS))
+        names = groups[np.searchsorted([0.2, 0.53, 0.8], rng.random())]
+        sound = SILENCES[names[rng.integers(len(names))]](rng, size, rate)
+        if rng.random() < _SWELLING:
+            sound *= slow_curve(rng, size, rate, 10 ** rng.uniform(*_SWELLS)) ** rng.uniform(0.5, 4)
+        signal += weight * equalised(rng, sound, rate)
+    return signal

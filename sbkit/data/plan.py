@@ -265,13 +265,16 @@ class Plan:
     def padded_seconds(self, world: int = 1, min_micros: int = 1) -> float:
         """The mean seconds of audio in a step on one of ``world`` devices, padding included, of up to 200 steps."""
         epoch = self.epoch(1)
-        found = []
+        seconds_of_steps = []
         for i in np.unique(np.linspace(0, len(epoch) - 1, min(200, len(epoch))).round().astype(int)):
             parts = epoch.share(i, 0, world, min_micros)
             shape = epoch.shape(i, world, min_micros)
-            found.append(sum(len(part) * float(epoch.durations[part].max()) for part in parts if len(part))
-                         if shape is None else len(parts) * shape.rows * shape.seconds)
-        return float(np.mean(found))
+            if shape is None:
+                seconds = sum(len(part) * float(epoch.durations[part].max()) for part in parts if len(part))
+            else:
+                seconds = len(parts) * shape.rows * shape.seconds
+            seconds_of_steps.append(seconds)
+        return float(np.mean(seconds_of_steps))
 
 
 class EpochPlan:

@@ -234,24 +234,24 @@ def _put_in_keep(to: Path, kind: FolderKind, keep: Path) -> None:
 
 def clean_up(to: Path, kind: FolderKind) -> None:
     """Restore, finish or remove what a killed process left here, with a warning."""
-    kept = kept_meanwhile(to)
+    waiting = kept_meanwhile(to)  # what is to become ``previous``
     before = replaced(to)
     with contextlib.suppress(OSError):  # another process did it first, or we lack the permission
         # Killed just after the exchange. A folder of the user's own may have this bit, too, and keeps it.
         if to.is_dir() and stat.S_IMODE(to.stat().st_mode) == _WAITING and kind.listed(to) is not None:
             to.chmod(_PUBLISHED)
-        if kept.exists() and not kept.stat().st_mode & stat.S_ISVTX:
+        if waiting.exists() and not waiting.stat().st_mode & stat.S_ISVTX:
             if to.exists():
                 _put_in_keep(to, kind, previous(to))
                 logger.warning("A process was killed after it replaced %s; the old version is in %s", to, previous(to))
             else:
-                _restore(kept, to)
+                _restore(waiting, to)
         if before.exists() and not to.exists():
             _restore(before, to)
     leftovers = [(path, kind.remove_unfinished) for path in to.parent.glob(f".{glob.escape(to.name)}.making-*")]
     leftovers.append((before, kind.remove))
-    if kept.exists() and kept.stat().st_mode & stat.S_ISVTX:  # complete, and never published
-        leftovers.append((kept, kind.remove))
+    if waiting.exists() and waiting.stat().st_mode & stat.S_ISVTX:  # complete, and never published
+        leftovers.append((waiting, kind.remove))
     for left, remove in leftovers:
         with contextlib.suppress(OSError):
             if remove_unheld(left, unless_older=_DAY, remove=remove):

@@ -94,14 +94,14 @@ def choose_shapes(buckets: Buckets, tokens_of: np.ndarray, *, max_batch_seconds:
         totals = np.minimum(totals, fewest)
         ends.append(float(totals[-1]))
     number = next(k for k, end in enumerate(ends) if end <= (1 + WORTH) * ends[-1])
-    found = Shapes([Shape(0, 0.0, 0)] * count, [0] * count)
+    chosen = Shapes([Shape(0, 0.0, 0)] * count, [0] * count)
     last = count - 1
     while last >= 0:
         first = int(back[number][last]) + 1
         shape = Shape(int(rows_of[last][first]), float(seconds[last]), int(tokens[first:last + 1].max(initial=0)))
         for bucket in range(first, last + 1):
-            found.of_bucket[bucket] = shape
-            found.micros[bucket] = int(micros_of[last][bucket])
+            chosen.of_bucket[bucket] = shape
+            chosen.micros[bucket] = int(micros_of[last][bucket])
         last = first - 1
         number = max(0, number - 1)
-    return found
+    return chosen

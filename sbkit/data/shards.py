@@ -188,7 +188,7 @@ def _write(job: _Job) -> dict[str, Any]:
     whole = index.get("fingerprint") == fingerprint and job.path.is_file() and job.path.stat().st_size == index["size"]
     if whole and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
         return index
-    kept = []
+    written = []
     left_out = []
     offset = 0
     with atomic_write(job.path, "wb") as file:
@@ -201,12 +201,12 @@ def _write(job: _Job) -> dict[str, Any]:
             key = f"{job.first + i:09d}"
             described = {**row.meta, "id": row.id, "text": row.text, "speaker": row.speaker,
                          "duration": seconds}
-            kept.append((i, offset + tar.BLOCK, len(data), seconds))
+            written.append((i, offset + tar.BLOCK, len(data), seconds))
             offset += tar.append(file, f"{key}.{suffix}", data)
             offset += tar.append(file, f"{key}.json", json.dumps(described, ensure_ascii=False).encode())
         file.write(tar.END)
     index = {"fingerprint": fingerprint, "shard": job.path.name, "size": offset + len(tar.END),
-             "first": job.first, "kept": kept, "left_out": left_out}
+             "first": job.first, "kept": written, "left_out": left_out}
     with atomic_write(job.index) as file:
         json.dump(index, file, ensure_ascii=False)
     return index

@@ -76,19 +76,20 @@ class Exclusions:
 
         origin : names the corpus in a message
         """
-        found = {}
+        same_label: dict[str, bool] = {}
         for name, text in zip(ids, texts, strict=True):
             if name in self.labels:  # letters and digits are the same under other text rules
                 now, before = ("".join(filter(str.isalnum, each.casefold())) for each in (text, self.labels[name]))
-                found[name] = now == before
-        unknown = [name for name in self.labels if name not in found]
-        if self.labels and 2 * sum(found.values()) < len(self.labels):
+                same_label[name] = now == before
+        unknown = [name for name in self.labels if name not in same_label]
+        same = sum(same_label.values())
+        if self.labels and 2 * same < len(self.labels):
             raise SbkitError(f"{self.path} is a list of another corpus, "
                              f"{shown_names([self.corpus]) or 'which it does not name'}: "
-                             f"{sum(found.values())} of its {len(self.labels)} rows have the same label in {origin}",
+                             f"{same} of its {len(self.labels)} rows have the same label in {origin}",
                              hint="make one for this corpus with sbkit clean")
         if unknown:
             raise SbkitError(f"{self.path} names {len(unknown)} rows that {origin} does not have: "
                              + shown_names(unknown),
                              hint="remove their lines from the list if they were removed from the corpus")
-        return np.fromiter((found.get(name, False) for name in ids), bool, len(ids))
+        return np.fromiter((same_label.get(name, False) for name in ids), bool, len(ids))

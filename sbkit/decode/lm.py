@@ -219,16 +219,17 @@ def prune_by_entropy(model: NGram, threshold: float) -> NGram:
 
     Words stay, and so do n-grams that a remaining longer one begins or ends with.
     """
-    kept = [model.files.full(len(level.word), 1, np.bool_) for level in model.levels]
     backoffs = [level.backoff for level in model.levels]
     occurs = _occurrence_probabilities(model)
+    all_words = model.files.full(len(model.levels[0].word), 1, np.bool_)
+    kept_of_longer: list[np.ndarray] = []
     needed: np.ndarray | None = None
     for number in range(model.order - 1, 0, -1):
         pruned = _prune_level(model, number, occurs[number - 1], needed, threshold)
-        kept[number] = pruned.kept
+        kept_of_longer.insert(0, pruned.kept)
         backoffs[number - 1] = pruned.backoff_below
         needed = pruned.needed_below
-    return _take_ngrams(model, kept, backoffs)
+    return _take_ngrams(model, [all_words, *kept_of_longer], backoffs)
 
 
 def _occurrence_probabilities(model: NGram) -> list[np.ndarray]:

@@ -185,11 +185,12 @@ class Comparison:
             changed = (expected >= thresholds) != (found >= thresholds)
             return bool((np.abs(expected - thresholds)[changed] <= _TIE).all())
 
-        expected_labels, found_labels = expected.argmax(-1), found.argmax(-1)
-        if (expected_labels == found_labels).all():
+        expected_labels = expected.argmax(-1)
+        exported_labels = found.argmax(-1)
+        if (expected_labels == exported_labels).all():
             return False
         best = np.take_along_axis(expected, expected_labels[..., None], -1)
-        instead = np.take_along_axis(expected, found_labels[..., None], -1)
+        instead = np.take_along_axis(expected, exported_labels[..., None], -1)
         return bool((best - instead <= _TIE).all())
 
     def shown(self, difference: float) -> str:
@@ -419,9 +420,10 @@ class Comparison:
 
     def _named_results(self) -> list[tuple[str, ParityResult]]:
         """All results with the names of their formats, graphs and modes."""
-        own = [(result.format, result) for result in self.results]
-        return own + [(f"{name}, {mode}, {result.format}", result) for name, mode, comparison
-                      in self._companion_modes() for result in comparison.results]
+        named = [(result.format, result) for result in self.results]
+        for name, mode, comparison in self._companion_modes():
+            named += [(f"{name}, {mode}, {result.format}", result) for result in comparison.results]
+        return named
 
     def table(self) -> str:
         rows = self._rows()

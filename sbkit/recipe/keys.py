@@ -153,7 +153,7 @@ class Keys:
         A class of the user's own may do as well. That of an installed package must have all public methods of the
         declared one, and one of sbkit's, such as the pretrainer of an encoder, some.
         """
-        found = []
+        problems = []
         for name, known in cls.declared().items():
             value = hparams.get(name)
             declared = _options(_checked_type(known.hint, known.kind, known.module))
@@ -177,14 +177,17 @@ class Keys:
             if not plain and (of_the_user or alike):
                 continue
             kind = made if named else type(value)
-            given = "only named, not built" if only_named else "a mapping" if isinstance(value, Mapping) else \
-                _shown(value) if plain and not named else f"of {kind.__module__}.{kind.__qualname__}"
-            found.append(Problem(name, f"it is {given}, and must be {known.what}",
-                                 ONLY_NAMED if only_named else
-                                 "write !new: and that class after the key, with its arguments below it"
-                                 if plain and not named else
-                                 "docs/reference/keys.md says what each key may be"))
-        return found
+            if plain and not named:
+                what = "a mapping" if isinstance(value, Mapping) else _shown(value)
+                hint = "write !new: and that class after the key, with its arguments below it"
+            elif only_named:
+                what = "only named, not built"
+                hint = ONLY_NAMED
+            else:
+                what = f"of {kind.__module__}.{kind.__qualname__}"
+                hint = "docs/reference/keys.md says what each key may be"
+            problems.append(Problem(name, f"it is {what}, and must be {known.what}", hint))
+        return problems
 
     @classmethod
     def null(cls, hparams: Mapping[str, Any]) -> list[Problem]:
@@ -224,7 +227,7 @@ class Keys:
     @functools.cache
     def declared(cls) -> Mapping[str, Declared]:
         """The declarations of all keys by name, those of base classes first."""
-        found = {}
+        declarations = {}
         for field in dataclasses.fields(cls):
             by = next(base for base in reversed(cls.__mro__) if field.name in inspect.get_annotations(base))
             needed = field.default is dataclasses.MISSING
@@ -232,11 +235,11 @@ class Keys:
             scope = vars(sys.modules[by.__module__]) if by.__module__ in sys.modules else {}
             with contextlib.suppress(Exception):  # an annotation can raise anything when it is evaluated
                 hint = typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": field.type}), scope)["it"]
-            found[field.name] = Declared(
+            declarations[field.name] = Declared(
                 name=field.name, what=field.metadata.get("what", ""), kind=_written(field.type), hint=hint,
                 allowed=field.metadata.get("allowed"), default=None if needed else field.default, needed=needed,
                 by=by.__name__, module=by.__module__)
-        return types.MappingProxyType(found)
+        return types.MappingProxyType(declarations)
 
     @classmethod
     def needed(cls) -> Iterator[str]:

@@ -75,7 +75,7 @@ def _needed(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str,
     """The objects that the pretrainer must load: those that aren't filled otherwise."""
     if pretrainer is None:
         return {}
-    found = {}
+    unfilled = {}
     for name, obj in pretrainer.loadables.items():
         if not pretrainer.is_loadable(name):
             continue
@@ -84,8 +84,8 @@ def _needed(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str,
             tensors = [tensor for key, tensor in obj.state_dict(keep_vars=True).items()
                        if not is_added(key) and key not in getattr(obj, "dispensable", ())]
         if not tensors or any(id(tensor) not in filled for tensor in tensors):
-            found[name] = obj
-    return found
+            unfilled[name] = obj
+    return unfilled
 
 
 def _collect(pretrainer: Pretrainer) -> dict[str, str]:

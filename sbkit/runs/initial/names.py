@@ -63,12 +63,14 @@ class SavedNames:
 
     def _named(self, node: Node | None, name: str, state: Mapping[str, V]) -> dict[str, V]:
         heads = self._heads(node, name)
-        found = {}
+        by_recipe_name = {}
         for key, value in state.items():
-            prefix = max((each for each in heads if key.startswith(each)), key=len)
+            prefix = max((head for head in heads if key.startswith(head)), key=len)
             rest = key[len(prefix):]
-            found[f"{heads[prefix]}.{renamed(rest) if heads[prefix] == _HELD_AS else rest}"] = value
-        return found
+            if heads[prefix] == _HELD_AS:
+                rest = renamed(rest)
+            by_recipe_name[f"{heads[prefix]}.{rest}"] = value
+        return by_recipe_name
 
     def _heads(self, node: Node | None, name: str = "") -> dict[str, str]:
         """Map prefixes of a module's tensor names to the recipe's keys."""
@@ -111,13 +113,17 @@ class SavedNames:
 
 def encoders(tree: Node) -> dict[str, Settings]:
     """The configs of pretrained encoders that a run saved, by the recipe's key."""
-    found = {}
+    settings_by_key = {}
     for key, node in tree.value.items():
-        source, folder = _given(node, "source", 0), _given(node, "folder", 1)
+        source = _given(node, "source", 0)
+        folder = _given(node, "folder", 1)
         is_encoder = _kind(node) and (isinstance(source, str) or _kind(node) == "Encoder")
-        if is_encoder and isinstance(folder, str) and (settings := Settings.kept(source, folder)) is not None:
-            found[key] = settings
-    return found
+        if not is_encoder or not isinstance(folder, str):
+            continue
+        settings = Settings.kept(source, folder)
+        if settings is not None:
+            settings_by_key[key] = settings
+    return settings_by_key
 
 
 def wrapped(tree: Node) -> str | None:
