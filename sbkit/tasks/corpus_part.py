@@ -7,29 +7,29 @@ from typing import Any
 
 from sbkit.data.manifest import Manifest
 
-TaskValues = Any  # an object of the task's own Keys
+OwnKeys = Any  # an object of the task's Keys: a derived task writes its own class
 
 
 class CorpusPart:
     """One such thing; a task lists its own in ``Task.corpus_parts``, and they are prepared in that order."""
 
-    def prepare(self, keys: TaskValues, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
+    def prepare(self, keys: OwnKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
         """Compute it, on one rank; returns the keys whose values follow from the corpus.
 
         given : the keys that were set on the command line
         """
         return {}
 
-    def is_prepared(self, keys: TaskValues) -> bool:
+    def is_prepared(self, keys: OwnKeys) -> bool:
         """Whether the results of ``prepare`` exist already."""
         return True
 
-    def check_manifest(self, keys: TaskValues, split: str, manifest: Manifest) -> None:
+    def check_manifest(self, keys: OwnKeys, split: str, manifest: Manifest) -> None:
         """Warn about utterances to score that the model can't handle well; raise if it can't handle them at all."""
 
-    def load(self, keys: TaskValues) -> Iterable[tuple[str, object]]:
+    def load(self, keys: OwnKeys) -> Iterable[tuple[str, object]]:
         """Load the results of ``prepare`` into the recipe's objects; returns those that checkpoints have to hold."""
         return ()
 
-    def allow_missing(self, keys: TaskValues) -> None:
+    def allow_missing(self, keys: OwnKeys) -> None:
         """Let the model run on a dummy batch although nothing was prepared."""

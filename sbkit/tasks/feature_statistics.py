@@ -35,7 +35,7 @@ from sbkit.nn.lengths import feature_frames, takes_lengths
 from sbkit.runs import initial
 from sbkit.system.console import atomic_write, progress
 from sbkit.system.cores import usable_cores
-from sbkit.tasks.corpus_part import CorpusPart, TaskValues
+from sbkit.tasks.corpus_part import CorpusPart, OwnKeys
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
 class FeatureStatistics(CorpusPart):
     """The statistics of the recipe's ``normalize``, if it uses those of the training split."""
 
-    def prepare(self, keys: TaskValues, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
+    def prepare(self, keys: OwnKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
         """Compute them, unless checkpoints hold them."""
         norm, features = keys.normalize, keys.compute_features
         if is_global(norm) and features is not None and initial.fresh(keys):
@@ -189,18 +189,18 @@ class FeatureStatistics(CorpusPart):
             prepare(norm, settings, manifests["train"], keys.output_folder)
         return {}
 
-    def is_prepared(self, keys: TaskValues) -> bool:
+    def is_prepared(self, keys: OwnKeys) -> bool:
         norm = keys.normalize
         return not is_global(norm) or path_of(norm, keys.output_folder).exists()
 
-    def load(self, keys: TaskValues) -> Iterable[tuple[str, object]]:
+    def load(self, keys: OwnKeys) -> Iterable[tuple[str, object]]:
         norm = keys.normalize
         if not is_global(norm):
             return []
         load(norm, keys.output_folder)
         return [("normalize", norm)]
 
-    def allow_missing(self, keys: TaskValues) -> None:
+    def allow_missing(self, keys: OwnKeys) -> None:
         if is_global(keys.normalize):
             allow_missing(keys.normalize)
 

@@ -40,7 +40,7 @@ from sbkit.runs.same_model import check_checkpoints
 from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
-from sbkit.tasks.corpus_part import CorpusPart
+from sbkit.tasks.corpus_part import CorpusPart, OwnKeys
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.learning import LearningMonitor
 from sbkit.tasks.mixture_parts import ALL, MixtureParts
@@ -63,8 +63,6 @@ if TYPE_CHECKING:
 __all__ = ["Metric", "Task"]
 
 logger = logging.getLogger(__name__)
-
-OwnKeys = Any  # an object of the task's Keys: a derived task writes its own class
 
 
 class Task(Brain):

@@ -20,7 +20,7 @@ from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
 from sbkit.runs import initial
 from sbkit.system.console import atomic_write, counted
-from sbkit.tasks.corpus_part import CorpusPart, TaskValues
+from sbkit.tasks.corpus_part import CorpusPart, OwnKeys
 from sbkit.tasks.keys import RecogniserKeys
 
 logger = logging.getLogger(__name__)
@@ -77,19 +77,19 @@ class TextTokens(CorpusPart):
         tokenizer.check(keys.output_neurons)
         return tokenizer
 
-    def per_second(self, keys: TaskValues) -> float:
+    def per_second(self, keys: OwnKeys) -> float:
         """Return the number of tokens in a second of typical speech."""
         tokenizer = keys.tokenizer if "tokenizer" in vars(keys) else None
         return LETTERS_PER_SECOND if getattr(tokenizer, "model_type", "") == "char" else PIECES_PER_SECOND
 
-    def random(self, keys: TaskValues, shape: tuple[int, int]) -> torch.Tensor:
+    def random(self, keys: OwnKeys, shape: tuple[int, int]) -> torch.Tensor:
         """Draw tokens [B, U] for a dummy batch."""
         return torch.randint(1, keys.output_neurons, shape)
 
     def check_outputs(self, trace: Trace, findings: Findings) -> None:
         """Check that vocabulary, special ids, tokenizer and the model's outputs agree."""
 
-    def check_labels(self, keys: TaskValues, manifests: Mapping[str, Manifest], findings: Findings,
+    def check_labels(self, keys: OwnKeys, manifests: Mapping[str, Manifest], findings: Findings,
                      nodes: Mapping[str, Node]) -> Section | None:
         """Check the labels of a prepared corpus; returns a table for the check's report, if there is one."""
         return None

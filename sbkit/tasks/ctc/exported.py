@@ -21,7 +21,7 @@ from sbkit.tasks.ctc import readme, sherpa, speechbrain_folder
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.recognise import sherpa_stream
 from sbkit.tasks.recognise.acoustic_model import AcousticModel
-from sbkit.tasks.recognise.exported import ExportedRecognizer
+from sbkit.tasks.recognise.exported import ExportedRecogniser
 from sbkit.tasks.recognise.graph import OUTPUTS, Graph
 
 
@@ -53,7 +53,7 @@ def _spans(log_probs: np.ndarray, blank_id: int) -> TokenSpans:
 
 
 @dataclass
-class ExportedCTC(ExportedRecognizer):
+class ExportedCTC(ExportedRecogniser):
     """A CTC recogniser to export; ``run`` is the folder with its recipe."""
 
     keys: CTCKeys = field(kw_only=True)

@@ -36,7 +36,7 @@ _BETWEEN_CLIPS = PAUSE_SECONDS + 0.1
 
 
 @dataclass
-class ExportedRecognizer(Exported):
+class ExportedRecogniser(Exported):
     """A recogniser to export, whose graph maps waveforms to its head's outputs for each frame."""
 
     graph: Graph

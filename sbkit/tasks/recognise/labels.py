@@ -20,7 +20,7 @@ from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.trace import Trace
 from sbkit.runs.initial.source import TokenRows, TokenTables
-from sbkit.tasks.corpus_part import TaskValues
+from sbkit.tasks.corpus_part import OwnKeys
 from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.keys import ENCODERS, EncoderKeys
 from sbkit.tasks.text_tokens import TextTokens
@@ -44,7 +44,7 @@ class FrameTokens(TextTokens):
     def check_outputs(self, trace: Trace, findings: Findings) -> None:
         check_sizes(trace, findings, self.heads)
 
-    def check_labels(self, keys: TaskValues, manifests: Mapping[str, Manifest], findings: Findings,
+    def check_labels(self, keys: OwnKeys, manifests: Mapping[str, Manifest], findings: Findings,
                      nodes: Mapping[str, Node], *, ctc: bool = True, alone: bool = True) -> Section:
         """Check the labels of each split; see :func:`check_labels`."""
         keys.tokenizer.load()

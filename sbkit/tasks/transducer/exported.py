@@ -25,7 +25,7 @@ from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.transducer import TransducerHead
 from sbkit.tasks.recognise import sherpa_stream
 from sbkit.tasks.recognise.acoustic_model import AcousticModel
-from sbkit.tasks.recognise.exported import ExportedRecognizer
+from sbkit.tasks.recognise.exported import ExportedRecogniser
 from sbkit.tasks.recognise.graph import Graph
 from sbkit.tasks.transducer import readme
 from sbkit.tasks.transducer.keys import TransducerKeys
@@ -127,7 +127,7 @@ def _search(joint: Joint, states: np.ndarray) -> TokenSpans:
 
 
 @dataclass
-class ExportedTransducer(ExportedRecognizer):
+class ExportedTransducer(ExportedRecogniser):
     """A transducer to export."""
 
     keys: TransducerKeys = field(kw_only=True)
