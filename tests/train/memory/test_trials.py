@@ -70,7 +70,7 @@ def test_a_recipe_without_an_output_folder_is_tried(tmp_path):
 
 @pytest.mark.slow
 def test_out_of_memory_is_an_answer_and_leaves_nothing(trial, monkeypatch):
-    def full(*args):
+    def full(*args, **keywords):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(trial.brain, "compute_objectives", full)
