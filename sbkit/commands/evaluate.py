@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sbkit.commands.options import RUNS_CODE, add_average, add_search, chunk_sizes, request_of, require_run
 from sbkit.errors import SbkitError, printable
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 def evaluate(request: EvaluateRequest) -> int:
     """Score, write the files and print a table; the exit code says whether all bounds were met."""
     from sbkit.infer.bundles import BundleLoader
-    from sbkit.runs import evaluation, restore
+    from sbkit.runs import evaluation, evaluation_options, restore
     from sbkit.train import device as devices
     from sbkit.train.distributed import ranks
 
@@ -93,14 +93,7 @@ def evaluate(request: EvaluateRequest) -> int:
             name, path, remote = ranks.run_on_main(evaluation.corpus, request, recipe)
             ranks.run_on_main(restore.warn_unfinished, recipe)
             brain = restore.build(recipe, request.device, eval_precision=request.precision)
-            brain.take_search(request)
-            if request.behaviour and not brain.writes_words:
-                raise SbkitError(f"{type(brain).__name__} is no recogniser, so --behaviour has nothing to try",
-                                 hint="leave it out")
-            if request.chunk:
-                brain.take_chunks(request.chunk)
-            if bundle := request.recogniser or brain.recogniser:
-                brain.take_recogniser(BundleLoader().text_transcriber(bundle, recipe.keys.sample_rate))
+            evaluation_options.use_options(brain, request, BundleLoader())
             results = list(_results(request, recipe, brain, name, path, remote))
             return _print_results(results, request) if ranks.is_main() else 0
     finally:
@@ -110,7 +103,7 @@ def evaluate(request: EvaluateRequest) -> int:
 def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, path: Path,
              remote: Remote) -> Iterator[CheckpointResult]:
     from sbkit.data.manifest import Manifest
-    from sbkit.runs import evaluation, restore
+    from sbkit.runs import evaluation, evaluation_options, restore
     from sbkit.train.distributed import ranks
 
     manifest = Manifest.read(path, remote=remote)
@@ -119,10 +112,11 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
             restore.find_checkpoint(recipe.keys.checkpointer, weights.checkpoint)  # before another is scored for hours
     for weights in request.weights:
         used = [Path(ckpt.path).name for ckpt in restore.take_weights(brain, weights)]
-        tuned = brain.tune_search(
-            recipe.keys.corpus.manifest("dev"), lambda dev: evaluation.transcribe(
-                request, recipe, brain, dev, "dev")) \
-            if request.tune_lm else {}
+        tuned: dict[str, Any] = {}
+        if request.tune_lm:
+            tuned = evaluation_options.tune_search(
+                brain, recipe.keys.corpus.manifest("dev"),
+                lambda dev: evaluation.transcribe(request, recipe, brain, dev, "dev"))
         label = weights.label(used[0], len(used)) + request.label()
         scored = evaluation.score(request, recipe, brain, manifest, label)
         if request.behaviour:
@@ -130,7 +124,7 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
             scored.results.tables += behaviour.tables
             scored.results.stats.update(behaviour.figures)
             scored.facts.update(behaviour=behaviour.figures, tables=[vars(each) for each in behaviour.tables])
-        if search := {**brain.search_facts(), **tuned}:
+        if search := {**evaluation_options.search_facts(brain), **tuned}:
             scored.facts["decoder"] = search
         scored.facts.update(
             run=str(request.run.resolve()), corpus=request.on, source=evaluation.source(request.on),

@@ -302,7 +302,7 @@ class Brain(sb.core.Brain):
         with self.no_sync(not should_step):
             outputs, objectives, loss = self.trainer.parallel.loss_of(batch)
             count = torch.as_tensor(loss.count, device=loss.total.device)
-            mean = loss.total / count.where(count > 0, 1)  # a stand-in has no units, and its gradient is 0
+            mean = loss.total / count.where(count > 0, 1)  # a dummy batch has no units, and its gradient is 0
             scaled = self.scaler.scale(mean / (self.grad_accumulation_factor if last is None else batch.micros))
             self.check_loss_isfinite(scaled)
             scaled.backward()

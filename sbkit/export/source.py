@@ -15,7 +15,7 @@ from sbkit.data.columns import BatchColumns
 from sbkit.errors import SbkitError, summary
 from sbkit.export.exported import Exported
 from sbkit.nn import adapters
-from sbkit.runs import old_set, restore
+from sbkit.runs import evaluation_options, old_set, restore
 from sbkit.runs.keys import Bundles, TaskKeys
 from sbkit.score.weights import BEST_CHECKPOINT, ChosenWeights
 from sbkit.train.averaging import EMA
@@ -64,9 +64,10 @@ def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | N
         if isinstance(module, nn.Module):
             module.float().eval()
     adapters.merge(brain.modules)
-    if bundles is not None and brain.recogniser is not None:
+    recogniser = evaluation_options.recogniser_of(brain)
+    if bundles is not None and recogniser is not None:
         try:
-            brain.take_recogniser(bundles.text_transcriber(brain.recogniser, brain.keys.sample_rate))
+            evaluation_options.use_recogniser(brain, recogniser, bundles)
         except SbkitError as error:  # its bundle may be gone
             logger.warning("Recognised words are not compared: %s", error)
     exported = brain.exported(run)

@@ -176,7 +176,7 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool
         if gpu:
             _move(brain)
         weights = [mode.from_tensor(tensor) for tensor in (*brain.modules.parameters(), *brain.modules.buffers())]
-        batch = brain.stand_in(utterances, seconds).to(brain.device)
+        batch = brain.dummy_batch(utterances, seconds).to(brain.device)
         with torch.enable_grad(), counts(weights) as counter:
             computed: list[Any] = []  # outputs are held until the end, as in training
 

@@ -39,6 +39,11 @@ _LISTS = (list, tuple, collections.abc.Sequence)
 _MAPPINGS = (dict, collections.abc.Mapping)
 
 
+def is_task(brain: object) -> bool:
+    """Whether a class under ``brain``, or an object of it, is a task; a script's Brain makes no dummy batches."""
+    return hasattr(brain, "dummy_batch")
+
+
 def key(what: str, default: object = dataclasses.MISSING,
         allowed: Container[object] | None = None) -> Any:  # of the field's type, as dataclasses.field says too
     """Declare a field of ``Keys``.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe import build, files, names, writing
 from sbkit.recipe.files import Files, written
-from sbkit.recipe.keys import COMPLETE, SCRIPT, Problem, Task, TaskClass, TaskKeys
+from sbkit.recipe.keys import COMPLETE, SCRIPT, Problem, Task, TaskClass, TaskKeys, is_task
 from sbkit.recipe.overrides import with_full_keys
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.source import Findings, Node
@@ -157,7 +157,7 @@ def declaring_class(hparams: Mapping[str, Any], there: Container[str], path: Pat
     if task is None:
         raise SbkitError(f"{path} lacks brain", hint=f"{SCRIPT}; otherwise, {COMPLETE}")
     declared = getattr(task, "Keys", None)
-    if declared is None or not hasattr(task, "stand_in"):
+    if declared is None or not is_task(task):
         raise SbkitError(f"{path}: brain is {getattr(task, '__name__', task)!s}, which is not a task of sbkit",
                          hint="derive it from sbkit.tasks.task.Task; docs/how-to/extend.md shows how")
     missing = [key for key in declared.needed() if key not in there]

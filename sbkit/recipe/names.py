@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from sbkit.recipe.files import COPIED, Files, keys
-from sbkit.recipe.keys import Declared
+from sbkit.recipe.keys import Declared, is_task
 from sbkit.recipe.overrides import NAMED_ELSEWHERE, NEEDLESS, REMARKS, named, unknown_key
 from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.run_options import RUN_OPTIONS
@@ -110,7 +110,7 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         options = useful - beside - missing
         # two keys in one file mean different things, unless only a letter differs
         near = did_you_mean(key, options, cutoff=0.75) or did_you_mean(key, beside - missing, cutoff=0.95)
-        if not near and (not hasattr(cls, "stand_in") or root.value[key].value is None):
+        if not near and (not is_task(cls) or root.value[key].value is None):
             continue  # a user's script may read any key, and null leaves out what an included recipe has
         longer = sorted(each for each in options if each.startswith(f"{key}_"))
         holder = next((name for name, node in root.value.items()

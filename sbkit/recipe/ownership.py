@@ -28,6 +28,7 @@ from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.recipe.build import Built
+from sbkit.recipe.keys import is_task
 from sbkit.recipe.names import brain_class
 from sbkit.recipe.report import listed
 from sbkit.recipe.source import Findings, Node, Place
@@ -249,7 +250,7 @@ def missing_weights(pretrainer: Pretrainer) -> Iterator[tuple[str, str, str]]:
 def check_pretrainer(built: Built, findings: Findings) -> None:
     """Add an error for each of the pretrainer's files that a task's run wouldn't find; a script may not load them."""
     pretrainer = built.hparams.get("pretrainer")
-    if isinstance(pretrainer, Pretrainer) and hasattr(brain_class(built.root), "stand_in"):
+    if isinstance(pretrainer, Pretrainer) and is_task(brain_class(built.root)):
         for name, problem, hint in missing_weights(pretrainer):
             findings.error("no-file", built.nodes["pretrainer"].place, f"pretrainer.paths.{name}", problem, hint)
 
@@ -374,7 +375,7 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
                            f"there is no way to save {type(obj).__name__}, so the first checkpoint would fail",
                            "remove it, or give the checkpointer a custom_save_hooks for it")
     kept = {id(obj) for obj in saved.values()}
-    by_brain = _SAVED_BY_TASK if hasattr(brain_class(built.root), "stand_in") else _SAVED_BY_BRAIN
+    by_brain = _SAVED_BY_TASK if is_task(brain_class(built.root)) else _SAVED_BY_BRAIN
     for key, obj in built.hparams.items():
         if id(obj) in kept or key in by_brain or isinstance(obj, (Checkpointer, type)):
             continue

@@ -98,7 +98,7 @@ def _training(brain: Task, utterances: int, findings: Findings, place: Place) ->
     brain.modules.train()
     try:
         with torch.no_grad():
-            batch = brain.stand_in(utterances, SECONDS, noise=True)
+            batch = brain.dummy_batch(utterances, SECONDS, noise=True)
             batch.token_lengths = (batch.token_lengths // 4).clamp(min=1)  # enough frames even at 80 ms each
             loss = brain.trainer.parallel.loss_of(batch).loss
     except Exception as error:  # each layer raises its own

@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 import sbkit
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
-from sbkit.recipe.keys import SCRIPT, Task, TaskClass, TaskKeys
+from sbkit.recipe.keys import SCRIPT, Task, TaskClass, TaskKeys, is_task
 from sbkit.recipe.leftovers import FakeTensors, restored
 from sbkit.recipe.parts import permanently_frozen
 from sbkit.recipe.report import Section, listed
@@ -69,7 +69,7 @@ class Trace:
     def __init__(self, built: Built) -> None:
         self.built = built
         brain = built.hparams.get("brain")
-        self.task: TaskClass = brain if hasattr(brain, "Keys") and hasattr(brain, "stand_in") else None
+        self.task: TaskClass = brain if is_task(brain) else None
         """The class under ``brain``; None if it isn't a task, so that its requirements are unknown."""
         self.brain: Task = None
         """The recipe's Brain, None if it couldn't be built."""
@@ -294,7 +294,7 @@ def needs_real_tensors(error: BaseException) -> str | None:
 
 
 def _run(found: Trace, device: str) -> None:
-    batch = found.brain.stand_in(UTTERANCES, SECONDS).to(device)
+    batch = found.brain.dummy_batch(UTTERANCES, SECONDS).to(device)
     with _recording_shapes(found):
         outputs = found.brain.compute_forward(batch, Stage.TRAIN)
         found.stage = "loss"

@@ -256,7 +256,7 @@ def _try_largest(brain: Any, estimated: float, seconds: float, path: str, device
     count = max(1, int(min(estimated, possible) / seconds))
     torch.cuda.reset_peak_memory_stats()
     try:
-        fits = brain.try_batch(brain.stand_in(count, seconds).to(device))
+        fits = brain.try_batch(brain.dummy_batch(count, seconds).to(device))
     except RuntimeError as error:
         if "32-bit index math" not in str(error):
             raise

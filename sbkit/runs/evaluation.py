@@ -29,6 +29,7 @@ from sbkit.data.splits import ALIASES
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs import trained_on
+from sbkit.runs.evaluation_options import searching
 from sbkit.score import chunk_size
 from sbkit.score.behaviour import SECONDS, Behaviour, silences, speeches, words_in_noises
 from sbkit.score.report import write_report
@@ -191,12 +192,12 @@ def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Mani
     """Score the manifest on all ranks; every rank gets the whole result."""
     device = torch.device(brain.device)
     # The first utterance waits for what is done once, such as loading kernels: no part of the real-time factor.
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), brain.searching():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), searching(brain):
         first = manifest.select(np.arange(min(ranks.world_size(), len(manifest))))
         transcribe(replace(request, workers=0), recipe, brain, first, label, show=False)
     ranks.barrier("ready")
     began = time.monotonic()
-    with brain.searching():
+    with searching(brain):
         damaged, loss = transcribe(request, recipe, brain, manifest, label)
     took = max(ranks.gather_objects(time.monotonic() - began))
     damaged = {name: reason for part in ranks.gather_objects(damaged) for name, reason in part.items()}
@@ -266,7 +267,7 @@ def try_behaviour(request: EvaluateRequest, recipe: Recipe, brain: Brain, manife
         battery = Manifest(ids=[Path(wav).stem for wav in wavs], wavs=wavs,
                            texts=[each.reference for each in trials] + [""] * len(noises),
                            durations=[len(signal) / rate for signal in signals])
-        with brain.searching():
+        with searching(brain):
             transcribe(request, recipe, brain, battery, "behaviour")
     written = {row.id: row.hypothesis for row in brain.all_rows()}
     texts = [written[name] for name in battery.ids]

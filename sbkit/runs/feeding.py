@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from speechbrain.processing.features import InputNormalization
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from sbkit.compat.brain import Brain
 from sbkit.data import rate
@@ -27,14 +30,14 @@ logger = logging.getLogger(__name__)
 MAX_PADDED = 1.25
 
 
-def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,  # brain: a task, a room above
+def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,  # brain: a Task, which this package can't import
                   encoder: SupportsEncode | None) -> None:
     """Let the plan pad micro-batches to few shapes, if the recipe asks for it, or captures its steps."""
     asked = plan.batching.pad_to_shapes
     if asked is False or (asked is None and (
             device.type != "cuda" or not brain.captures_steps or plan.batching.clips_per)):
         return
-    reason = brain.why_not_padded()
+    reason = why_not_padded(brain)
     if reason is not None and asked:
         raise SbkitError(f"batching: pad_to_shapes: {reason}", hint="leave it out")
     if reason is not None:
@@ -54,6 +57,31 @@ def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,
                     "compute", "padded" if more <= MAX_PADDED or asked else "not padded",
                     counted(len(set(found.of_bucket)), "shape"), *map(max, zip(*found.of_bucket, strict=True)),
                     100 * (more - 1))
+
+
+def why_not_padded(brain: Any) -> str | None:  # brain: a Task, which this package can't import
+    """Return why micro-batches can't be padded with rows that aren't utterances; None if they can."""
+    # A class with a loss of its own says it anew, whatever the class says that it derives from.
+    says_it = {"counts_real_rows", "compute_objectives"}
+    owner = next(cls for cls in type(brain).__mro__ if says_it & vars(cls).keys())
+    if not vars(owner).get("counts_real_rows"):
+        return f"{owner.__name__} doesn't have counts_real_rows = True: its loss may count such rows"
+
+    brain.modules.train()
+    for name, layer in brain.modules.named_modules():
+        if _normalises_over_rows(layer):
+            return f"{name} ({type(layer).__name__}) normalises over the rows of a batch"
+    return None
+
+
+def _normalises_over_rows(layer: nn.Module) -> bool:
+    if isinstance(layer, _BatchNorm):
+        return layer.training
+    if isinstance(layer, InputNormalization):
+        by_utterance = layer.norm_type == "sentence"
+        leaves_padding_out = layer.norm_type == "global" and hasattr(layer, "counting")
+        return not (by_utterance or leaves_padding_out)
+    return False
 
 
 def warn_of_slow_reading(brain: Brain, train_set: TrainLoader, device: torch.device) -> None:

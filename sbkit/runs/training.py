@@ -21,7 +21,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings, Node, Place
-from sbkit.runs import initial, old_set, restore, trained_on
+from sbkit.runs import evaluation_options, initial, old_set, restore, trained_on
 from sbkit.runs.feeding import pad_to_shapes, utilisation, warn_of_slow_reading
 from sbkit.runs.keys import Bundles
 from sbkit.runs.progress import last_logged_step, read_progress, warn_of_lost_steps
@@ -47,8 +47,9 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
     logs = ranks.is_main() and not test_only  # about training
     encoder = recipe.task.encoder(keys)
     brain = recipe.brain(config.run_opts)
-    if brain.recogniser is not None:
-        brain.take_recogniser(bundles.text_transcriber(brain.recogniser, keys.sample_rate))
+    recogniser = evaluation_options.recogniser_of(brain)
+    if recogniser is not None:
+        evaluation_options.use_recogniser(brain, recogniser, bundles)
     flops = utilisation(brain, device, train) if logs else None
 
     batching, columns = keys.batching, BatchColumns(recipe.task.columns, keys)

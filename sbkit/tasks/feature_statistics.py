@@ -112,7 +112,7 @@ def load(norm: Norm, folder: str | None = None) -> None:
 
 
 def allow_missing(norm: Norm) -> None:
-    """Leave the features of stand-in batches unchanged until there are statistics."""
+    """Leave the features of dummy batches unchanged until there are statistics."""
     if isinstance(norm, GlobalNorm):
         norm.allow_missing()
     elif not norm.glob_mean.numel():

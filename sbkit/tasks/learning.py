@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
 
 from sbkit.recipe.patterns import flattened
 from sbkit.runs import from_nothing
@@ -12,7 +15,11 @@ from sbkit.tasks.keys import RecogniserKeys
 from sbkit.tasks.learning_notices import EVERY, LearningNotices, Notice, Setup
 from sbkit.tasks.learning_progress import LearningProgress
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.distributed import ranks
+from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.step import StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class LearningMonitor:
@@ -84,6 +91,19 @@ class LearningMonitor:
         ended : whether training has ended
         """
         return self.notices.look(number, self.progress, rate, ended)
+
+    def log_notices(self, number: int, rate: float | torch.Tensor | None, metrics_log: MetricsLog | None,
+                    ended: bool = False) -> None:
+        """Log warnings that begin or end when this step begins, on the main rank; all ranks may call it.
+
+        rate : the learning rate; a recipe's own may be on a device, where reading it would wait
+        """
+        known_rate = None if isinstance(rate, torch.Tensor) else rate
+        for notice in self.look(number, known_rate, ended):
+            if ranks.is_main():
+                logger.log(logging.WARNING if notice.holds else logging.INFO, "%s", notice.text())
+            if metrics_log is not None:
+                metrics_log.write("warning", **notice._asdict())
 
     def count(self, result: StepResult) -> None:
         """Record a step's loss."""

@@ -1,26 +1,22 @@
 """The base class of a task: the class that a recipe names under ``brain``.
 
-Check, cost estimate, tune, training, evaluation, report and export work for any task. They get keys and stand-in
+Check, cost estimate, tune, training, evaluation, report and export work for any task. They get keys and dummy
 batches from this class, run its ``compute_forward`` and ``compute_objectives``, and show and save its results.
 ``docs/tutorials/own-task.md`` writes a complete one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 from speechbrain.core import Stage
-from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, get_default_hook
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from sbkit.compat.brain import Brain
 from sbkit.data.batch import Batch, as_planned
@@ -32,7 +28,6 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
-from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial import check_start
 from sbkit.runs.initial.source import TokenTables
 from sbkit.runs.keys import Bundles
@@ -190,7 +185,7 @@ class Task(Brain):
 
     @classmethod
     def check_outputs(cls, trace: Trace, findings: Findings) -> None:
-        """Check the shapes of a stand-in batch in the model, up to where it failed."""
+        """Check the shapes of a dummy batch in the model, up to where it failed."""
         if cls.tokens is not None:
             cls.tokens.check_outputs(trace, findings)
 
@@ -233,50 +228,56 @@ class Task(Brain):
         the model has none."""
         return None
 
-    # ------------------------------------------------------------ training
+    # ------------------------------------------------------------ dummy batches
 
-    def stand_in(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
+    def dummy_batch(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
         """Make a batch of this size, for the check, the cost estimate and tune.
 
         noise : fill it with noise and random labels; otherwise the values may be anything
         """
         for part in self.corpus_parts:
             part.allow_missing(self.keys)
-        samples, labels = round(seconds * self.keys.sample_rate), max(1, round(seconds * self.labels_per_second))
-        size, lengths = (utterances, samples), torch.full((utterances,), samples)
-        signals = 0.1 * torch.randn(size) if noise else torch.empty(size)
+        samples = round(seconds * self.keys.sample_rate)
+        signals = 0.1 * torch.randn(utterances, samples) if noise else torch.empty(utterances, samples)
+        signal_lengths = torch.full((utterances,), samples)
+
+        labels = max(1, round(seconds * self.labels_per_second))
+        if noise and self.tokens is not None:
+            tokens = self.tokens.random(self.keys, (utterances, labels))
+        else:
+            tokens = torch.ones((utterances, labels), dtype=torch.long)
+
+        columns = BatchColumns(self.columns, self.keys)
         return Batch(
-            ids=[f"stand-in {i}" for i in range(utterances)], texts=[""] * utterances, samples=utterances * samples,
-            signals=signals, signal_lengths=lengths,
-            **BatchColumns(self.columns, self.keys).stand_in(signals, lengths, noise=noise),
-            tokens=self.stand_in_labels((utterances, labels), noise),
-            token_lengths=torch.full((utterances,), labels), sample_rate=self.keys.sample_rate)
+            ids=[f"dummy {number}" for number in range(utterances)],
+            texts=[""] * utterances,
+            samples=utterances * samples,
+            signals=signals,
+            signal_lengths=signal_lengths,
+            tokens=tokens,
+            token_lengths=torch.full((utterances,), labels),
+            sample_rate=self.keys.sample_rate,
+            **columns.stand_in(signals, signal_lengths, noise=noise))
 
     @property
     def labels_per_second(self) -> float:
-        """The number of labels per second in a typical utterance, for stand-in batches."""
+        """The number of labels per second in a typical utterance, for dummy batches."""
         return 0.0 if self.tokens is None else self.tokens.per_second(self.keys)
 
-    def stand_in_labels(self, shape: tuple[int, int], noise: bool) -> torch.Tensor:
-        """Return valid labels of this shape for a stand-in batch."""
-        if noise and self.tokens is not None:
-            return self.tokens.random(self.keys, shape)
-        return torch.ones(shape, dtype=torch.long)
+    def clip_batch(self, signal: torch.Tensor, samples: int) -> Batch:
+        """Make a batch of one waveform [S], on which an export is compared with ``compute_forward``.
 
-    def why_not_padded(self) -> str | None:
-        """Return why micro-batches can't be padded with rows that aren't utterances; None if they can."""
-        # A class with a loss of its own says it anew, whatever the class says that it derives from.
-        owner = next(cls for cls in type(self).__mro__ if {"counts_real_rows", "compute_objectives"} & vars(cls).keys())
-        if not vars(owner).get("counts_real_rows"):
-            return f"{owner.__name__} doesn't have counts_real_rows = True: its loss may count such rows"
-        self.modules.train()
-        for name, layer in self.modules.named_modules():
-            norm = getattr(layer, "norm_type", None)
-            counted = norm == "sentence" or (norm == "global" and hasattr(layer, "counting"))
-            if (isinstance(layer, _BatchNorm) and layer.training) or (
-                    isinstance(layer, InputNormalization) and not counted):
-                return f"{name} ({type(layer).__name__}) normalises over the rows of a batch"
-        return None
+        samples : its length, after which it is padded
+        """
+        batch = self.dummy_batch(1, samples / self.keys.sample_rate, noise=True)
+        signals = signal[None]
+        signal_lengths = torch.tensor([samples])
+        columns = BatchColumns(self.columns, self.keys)
+        return dataclasses.replace(
+            batch, ids=["clip"], signals=signals, samples=samples, signal_lengths=signal_lengths,
+            **columns.stand_in(signals, signal_lengths, noise=True))
+
+    # ------------------------------------------------------------ training
 
     def begin_run(self, texts: Sequence[str], steps: int) -> None:
         """Called before ``fit`` with the training texts and the number of optimizer steps."""
@@ -302,20 +303,27 @@ class Task(Brain):
         if results_folder is not None and self.metrics_log is not None:
             self.metrics_log.close()
             self.metrics_log = MetricsLog(results_folder)
-        # SpeechBrain's loop, which runs a step that a recipe overrides, reports no losses that masks could follow.
-        compares_with_chance = self.learning is not None and self.learning.knows_chance and not self._overridden
-        if self.learning is not None and not self._overridden:
+
+        # A step that a recipe overrides reports no losses, so nothing can follow them.
+        watches_learning = self.learning is not None and not self._overridden
+        if self.learning is not None and watches_learning:
             self.learning.begin_run(
                 texts, steps, max_norm=self.max_grad_norm, anneals=self.annealing is not None, thaws_at=self.thaws_at,
                 schedule=self.schedule if self.opt_class is not None else None, recipe_keys=vars(self.hparams))
+
         if self.schedule is not None and not self.test_only:
             self.schedule.total_steps = steps
-        if self.keys.schedule is not None and not self.test_only and ranks.is_main():
+        if not self.test_only and ranks.is_main():
+            self._warn_of_too_few_steps(steps, watches_learning)
+        self.begin_run(texts, steps)
+
+    def _warn_of_too_few_steps(self, steps: int, watches_learning: bool) -> None:
+        if self.keys.schedule is not None:
+            compares_with_chance = self.learning is not None and self.learning.knows_chance and watches_learning
             log_limits(self.keys.schedule, steps, compares_with_chance)
-        if self.thaws_at >= steps > 0 and not self.test_only and ranks.is_main():
+        if self.thaws_at >= steps > 0:
             logger.warning("What is frozen until step %d never trains, because the run has %d steps: take more "
                            "(--min_steps 1000), or freeze for fewer", self.thaws_at, steps)
-        self.begin_run(texts, steps)
 
     @property
     def thaws_at(self) -> int:
@@ -336,7 +344,7 @@ class Task(Brain):
             self.learning_rate = self.schedule.apply(self.optimizer, number)
         self.begin_step(number)
         if self.learning is not None and self.learning.is_due(number):
-            self._log_notices(self.learning, number)
+            self.learning.log_notices(number, self._current_rate(), self.metrics_log)
 
     def close_step(self, result: StepResult) -> None:
         """Record a step's loss, on which masks, learning rate and warnings depend; call ``on_step_known``."""
@@ -348,18 +356,12 @@ class Task(Brain):
         """Train, and warn at the end if nothing was learnt."""
         super().fit(*args, **kwargs)
         if self.learning is not None and not self.test_only:
-            self.learning.end(self.optimizer_step + 1)
-            self._log_notices(self.learning, self.optimizer_step + 1, ended=True)
+            after_last = self.optimizer_step + 1
+            self.learning.end(after_last)
+            self.learning.log_notices(after_last, self._current_rate(), self.metrics_log, ended=True)
 
-    def _log_notices(self, learning: LearningMonitor, number: int, ended: bool = False) -> None:
-        """Log notices on the main rank; they are the same on all ranks."""
-        rate = self.trainer.learning_rate if self.learning_rate is None else self.learning_rate
-        known_rate = None if isinstance(rate, torch.Tensor) else rate  # a recipe's own may be on a device
-        for notice in learning.look(number, known_rate, ended):
-            if ranks.is_main():
-                logger.log(logging.WARNING if notice.holds else logging.INFO, "%s", notice.text())
-            if self.metrics_log is not None:
-                self.metrics_log.write("warning", **notice._asdict())
+    def _current_rate(self) -> float | torch.Tensor | None:
+        return self.trainer.learning_rate if self.learning_rate is None else self.learning_rate
 
     def end_step(self, number: int) -> None:
         """Let SpeechBrain's scheduler set the next rate, which a checkpoint of this step holds."""
@@ -486,80 +488,7 @@ class Task(Brain):
         if warning is not None:
             logger.warning("%s", warning)
 
-    # ------------------------------------------------------------ evaluation
-
-    def take_search(self, request: EvaluateRequest) -> None:
-        """Use the search that the options of ``sbkit evaluate`` describe."""
-        if self.transcriber is not None:
-            self.transcriber.use_search(request)
-            return
-        options = [name for name in ("lm", "tune_lm", "lm_weight", "word_score", "beam", "hot_words", "nbest", "joint",
-                                     "ctc_weight") if getattr(request, name)]
-        if options:
-            raise SbkitError(f"{type(self).__name__} has no search, so it can't use --{options[0].replace('_', '-')}",
-                             hint="leave it out")
-
-    def take_chunks(self, chunk: Sequence[int | None]) -> None:
-        """Run tests as on live streams, in chunks of each of these sizes, for ``sbkit evaluate --chunk``.
-
-        chunk : milliseconds; None is the whole utterance. The transcripts of the first are written
-        """
-        if self.transcriber is None:
-            raise SbkitError(f"{type(self).__name__} doesn't recognise in chunks, so it can't use --chunk",
-                             hint="leave it out")
-        self.transcriber.use_chunks(chunk)
-
-    def tune_search(self, manifest: Manifest, evaluate: Callable[[Manifest], object]) -> dict[str, Any]:
-        """Tune the search's weights on a dev split; returns facts for result.json.
-
-        evaluate : runs the model over a manifest, which fills ``rows``
-        """
-        assert self.transcriber is not None, "take_search refuses --tune-lm without one"
-
-        def evaluated_rows(dev: Manifest) -> list[Any]:
-            evaluate(dev)
-            return self.rows
-
-        return self.transcriber.tune(manifest, evaluated_rows)
-
-    @contextlib.contextmanager
-    def searching(self) -> Iterator[None]:
-        """Context for a pass over a test set, at whose end a search may run over the whole set."""
-        if self.transcriber is None:
-            yield
-            return
-        with self.transcriber.searching_at_the_end() as finish:
-            yield
-        self.rows = finish(self.rows)
-
-    def search_facts(self) -> dict[str, Any]:
-        """Describe the search for result.json."""
-        return {} if self.transcriber is None else self.transcriber.search_facts()
-
-    @property
-    def recogniser(self) -> str | None:
-        """The bundle of a recogniser that transcribes this task's tests, if its recipe names one."""
-        return vars(self.keys).get("recogniser")
-
-    def take_recogniser(self, transcribe: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
-        """Use a recogniser in tests, which transcribes waveforms [S] at the recipe's sample rate."""
-        if self.speech_test is None:
-            raise SbkitError(f"{type(self).__name__} generates no speech, so it can't use --recogniser",
-                             hint="leave it out")
-        self.speech_test.transcribe = transcribe
-
     # ------------------------------------------------------------ export
-
-    def clip_batch(self, signal: torch.Tensor, samples: int) -> Batch:
-        """Make a batch of one waveform [S], on which an export is compared with ``compute_forward``.
-
-        samples : its length, after which it is padded
-        """
-        batch = self.stand_in(1, samples / self.keys.sample_rate, noise=True)
-        lengths = torch.tensor([samples])
-        return dataclasses.replace(
-            batch, ids=["clip"], signals=signal[None], samples=samples, signal_lengths=lengths,
-            **BatchColumns(self.columns, self.keys).stand_in(signal[None], lengths, noise=True))
 
     def exported(self, run: Path) -> Exported | None:
         """Return what ``sbkit export`` writes; None if the task can't be exported.

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.keys import is_task
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.recipe.trace import on_fake_tensors
 
@@ -72,13 +73,13 @@ def depths(brain: sb.Brain, parts: ParameterGroups) -> dict[str, int]:
     A training batch on fake tensors shows the order. Parameters that it uses before the first layer of the stack are
     below all layers.
     """
-    if not hasattr(brain, "stand_in"):
+    if not is_task(brain):
         raise SbkitError(f"layer_decay needs the order of the layers, and {type(brain).__name__} has no dummy batch "
                          "that shows it", hint="derive it from sbkit.tasks.task.Task, or use learning_rates")
 
     def record_order(_: object) -> dict[int, int]:
         with torch.no_grad(), _UseOrder(brain.modules) as uses:
-            brain.loss_of(brain.stand_in(1, _SECONDS).to(brain.device))
+            brain.loss_of(brain.dummy_batch(1, _SECONDS).to(brain.device))
         return uses.order
 
     order = on_fake_tensors(brain, record_order)

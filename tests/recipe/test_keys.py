@@ -369,7 +369,7 @@ def described(made):
 
 def counted(made):
     torch.manual_seed(0)
-    return made.brain().stand_in(4, 3.0, noise=True).tokens.tolist()
+    return made.brain().dummy_batch(4, 3.0, noise=True).tokens.tolist()
 
 
 def fits(made):

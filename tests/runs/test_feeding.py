@@ -51,10 +51,11 @@ def test_workers_that_cannot_keep_up_are_named_with_what_helps(manifest, caplog,
     (None, "cuda", True, "norm normalises over the rows of a batch", False),
     (True, "cpu", False, "it may count such rows", None)])
 def test_batches_are_padded_where_steps_are_captured_or_a_recipe_asks_for_it(
-        asked, device, graphs, reason, shapes, caplog):
+        asked, device, graphs, reason, shapes, caplog, monkeypatch):
     manifest = Manifest(ids=["a", "b"], durations=[4.0, 4.0], wavs=[""] * 2, texts=["some text", "text"])
     plan = Plan(manifest.durations, Batching(8, pad_to_shapes=asked))
-    brain = SimpleNamespace(why_not_padded=lambda: reason, captures_steps=graphs is not False)
+    monkeypatch.setattr(feeding, "why_not_padded", lambda brain: reason)
+    brain = SimpleNamespace(captures_steps=graphs is not False)
     encoder = SimpleNamespace(encode=lambda text: list(range(len(text))))
     with caplog.at_level("INFO"):
         if shapes is None:
@@ -70,10 +71,11 @@ def test_batches_are_padded_where_steps_are_captured_or_a_recipe_asks_for_it(
             caplog.text
 
 
-def test_wide_buckets_are_not_padded_unless_a_recipe_asks_for_it(caplog):
+def test_wide_buckets_are_not_padded_unless_a_recipe_asks_for_it(caplog, monkeypatch):
     seconds = np.tile([1.0, 8.0], 20)
     manifest = Manifest(ids=list(map(str, range(40))), durations=seconds, wavs=[""] * 40, texts=[""] * 40)
-    brain = SimpleNamespace(why_not_padded=lambda: None, captures_steps=True)
+    monkeypatch.setattr(feeding, "why_not_padded", lambda brain: None)
+    brain = SimpleNamespace(captures_steps=True)
     for asked, padded in ((None, False), (True, True)):
         plan = Plan(seconds, Batching(200, 400, buckets=1, pad_to_shapes=asked))
         with caplog.at_level("INFO"):

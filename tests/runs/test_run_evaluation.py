@@ -1,6 +1,5 @@
 """The battery of a recogniser's behaviour, around the search that answers it."""
 
-import contextlib
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +37,7 @@ def test_noises_of_the_folder_are_tried_if_it_still_has_any(recordings, heard, t
     found = evaluation.try_behaviour(
         evaluation.EvaluateRequest(tmp_path),
         SimpleNamespace(keys=SimpleNamespace(nonspeech=NonSpeech(folder=str(folder)))),
-        SimpleNamespace(searching=contextlib.nullcontext, all_rows=lambda: rows),
+        SimpleNamespace(transcriber=None, all_rows=lambda: rows),
         Manifest(ids=[], wavs=[], texts=[], durations=[]), 1000)
     listed = [row[0] for table in found.tables if "Noises of nonspeech" in table.title for row in table.rows]
     if heard is None:
@@ -91,7 +90,7 @@ def test_the_real_time_factor_holds_no_warm_up(tmp_path, monkeypatch):
 
     monkeypatch.setattr(evaluation, "transcribe", transcribe)
     results = SimpleNamespace(check=lambda: None, utterances=3, parts={}, facts=dict)
-    brain = SimpleNamespace(searching=contextlib.nullcontext, all_rows=list, device="cpu", eval_precision="fp32",
+    brain = SimpleNamespace(transcriber=None, all_rows=list, device="cpu", eval_precision="fp32",
                             tested_results=lambda *given: results, metric=SimpleNamespace(name="WER"))
     manifest = Manifest(ids=list("abc"), wavs=list("abc"), texts=list("abc"), durations=[0.1] * 3)
     scored = evaluation.score(evaluation.EvaluateRequest(tmp_path), None, brain, manifest, "best")

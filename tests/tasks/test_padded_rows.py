@@ -15,6 +15,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.reader import Reader, ReadRequest
 from sbkit.data.shapes import Shape
 from sbkit.recipe import load, trace
+from sbkit.runs.feeding import why_not_padded
 from sbkit.tasks.ctc import CTC
 
 HPARAMS = Path(__file__).parents[2] / "hparams"
@@ -79,11 +80,11 @@ def test_what_fills_a_shape_counts_nowhere(name, manifest, tmp_path):
     torch.manual_seed(1)
     hparams = load.load(HPARAMS / recipe, overrides({**given, "output_folder": str(tmp_path / "run")}))
     brain = trace.build_brain(hparams["brain"], hparams)
-    assert brain.why_not_padded() is None
+    assert why_not_padded(brain) is None
     for layer in brain.modules.modules():  # front ends have dropout that no key sets
         if "Dropout" in type(layer).__name__ and hasattr(layer, "p"):
             layer.p = 0.0
-    brain.stand_in(1, 1.0)  # lets GlobalNorm do without statistics
+    brain.dummy_batch(1, 1.0)  # lets GlobalNorm do without statistics
     brain.train_state.optimizer_step = 1
     tokens = SimpleNamespace(encode=lambda text: [3 + ord(letter) % 20 for letter in text])
     reader = Reader(manifest, tokens if type(brain).needs_text() else None,
@@ -115,11 +116,11 @@ def test_a_loss_or_layer_that_may_count_such_rows_is_named(tmp_path):
         counts_real_rows = True
 
     hparams = load.load(HPARAMS / "ctc.yaml", {**TINY, "output_folder": str(tmp_path)})
-    reasons = [trace.build_brain(cls, hparams).why_not_padded() for cls in (CTC, Mine, Says)]
+    reasons = [why_not_padded(trace.build_brain(cls, hparams)) for cls in (CTC, Mine, Says)]
     assert reasons == [None, "Mine doesn't have counts_real_rows = True: its loss may count such rows", None]
     brain = trace.build_brain(CTC, hparams)
     brain.modules["more"] = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
-    assert brain.why_not_padded() == "more.0 (BatchNorm1d) normalises over the rows of a batch"
+    assert why_not_padded(brain) == "more.0 (BatchNorm1d) normalises over the rows of a batch"
     brain = trace.build_brain(CTC, load.load(HPARAMS / "ctc.yaml", {
         **TINY, "output_folder": str(tmp_path), "normalize": {"norm_type": "batch"}}))
-    assert brain.why_not_padded() == "normalize (InputNormalization) normalises over the rows of a batch"
+    assert why_not_padded(brain) == "normalize (InputNormalization) normalises over the rows of a batch"

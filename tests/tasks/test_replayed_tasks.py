@@ -45,7 +45,7 @@ def trained(given, recipe, rows, folder, wanted):
     hparams = load.load(HPARAMS / recipe, overrides({**given, "output_folder": str(folder)}))
     brain = hparams["brain"](hparams["modules"], hparams["opt_class"], hparams,
                              {"device": "cpu", "noprogressbar": True})
-    brain.stand_in(1, 1.0)  # lets GlobalNorm do without statistics
+    brain.dummy_batch(1, 1.0)  # lets GlobalNorm do without statistics
     losses = []
     brain.on_step_known = lambda result: losses.append(result.loss)
     if brain.schedule is not None:

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from sbkit.compat import loaders
 from sbkit.data.batch import PlannedBatch, stand_in
 from sbkit.errors import SbkitError
+from sbkit.runs.evaluation_options import use_chunks, use_recogniser
 from sbkit.tasks.task import Task
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
@@ -48,7 +49,7 @@ def test_the_mean_of_checkpoints_is_tested_whatever_the_weights_are_called(tmp_p
 def test_a_stand_in_has_the_tensors_of_one_that_a_loader_makes(noise):
     brain = Sums({"encoder": torch.nn.Linear(2, 2)}, run_opts={"device": "cpu"})
     expected = tensors_by_field(stand_in(utterances=2))
-    assert tensors_by_field(brain.stand_in(2, 1.0, noise=noise)) == expected
+    assert tensors_by_field(brain.dummy_batch(2, 1.0, noise=noise)) == expected
     assert tensors_by_field(brain.clip_batch(torch.zeros(16_000), 16_000)) == expected
 
 
@@ -228,8 +229,8 @@ def test_ranks_share_an_ordinary_dataset_so_that_no_row_is_counted_twice(monkeyp
 
 
 @pytest.mark.parametrize(("asked", "told"), [
-    (lambda task: task.take_chunks((320, None)), "doesn't recognise in chunks, so it can't use --chunk"),
-    (lambda task: task.take_recogniser(lambda signals: []), "generates no speech, so it can't use --recogniser"),
+    (lambda task: use_chunks(task, (320, None)), "doesn't recognise in chunks, so it can't use --chunk"),
+    (lambda task: use_recogniser(task, "bundle", None), "generates no speech, so it can't use --recogniser"),
 ])
 def test_a_task_says_what_of_an_evaluation_it_cannot_do(asked, told):
     brain = Sums({"head": torch.nn.Linear(2, 1)}, run_opts={"device": "cpu"})

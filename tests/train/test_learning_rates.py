@@ -26,7 +26,7 @@ class Deep(ToyBrain):
             x = torch.tanh(layer(x))
         return last.project(x).squeeze(-1)
 
-    def stand_in(self, utterances, seconds, noise=False):
+    def dummy_batch(self, utterances, seconds, noise=False):
         return batch_of(range(utterances))
 
 

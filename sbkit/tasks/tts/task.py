@@ -175,7 +175,7 @@ class TTS(Task):
         speaker = torch.tensor(numbers).to(batch.tokens.device, non_blocking=True)
         frames = batch.signals.shape[1] // self.voice.stride + 1
         targets = labels.targets(found, batch.tokens.shape[1], frames, self.keys.quantiser, batch.tokens.device)
-        if not any(batch.texts):  # stand-ins get made-up labels
+        if not any(batch.texts):  # dummy batches get made-up labels
             targets = targets._replace(known=torch.ones_like(targets.known))
         states, durations = self.voice.teacher_forced(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
         if stage != Stage.TEST:

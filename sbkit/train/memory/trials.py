@@ -67,7 +67,7 @@ class Trial:
 
     def batch(self, utterances: int, seconds: float) -> Batch:
         """Return a batch of noise, with a usual number of labels."""
-        return self.brain.stand_in(utterances, seconds, noise=True).to(self.device)
+        return self.brain.dummy_batch(utterances, seconds, noise=True).to(self.device)
 
     def fits(self, utterances: int, seconds: float) -> bool:
         """Return whether a step on such a batch fits into memory."""

@@ -46,7 +46,7 @@ def test_a_model_whose_corpus_is_not_prepared_takes_stand_ins_alone(data, tmp_pa
     found = brain(made)
     with pytest.raises(SbkitError, match="no mean and deviation"):
         found.acoustic_model.outputs(torch.randn(1, 16_000), torch.tensor([16_000]))
-    batch = found.stand_in(2, 1.0, noise=True)
+    batch = found.dummy_batch(2, 1.0, noise=True)
     assert found.acoustic_model.outputs(batch.signals, batch.signal_lengths)[0].isfinite().all()
 
 

@@ -23,6 +23,7 @@ from sbkit.decode.beam import BeamSearch
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.chunks import ChunkConfig, Chunks
 from sbkit.recipe.check import check
+from sbkit.runs.evaluation_options import tune_search
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.train.checkpoint import Checkpointer
@@ -94,7 +95,7 @@ def test_each_stage_sees_what_it_is_to_see(monkeypatch):
         assert seen(made, Stage.TRAIN, monkeypatch)[0] == CHUNKS.at(3, step)
     assert seen(made, Stage.VALID, monkeypatch)[0] == ChunkConfig(4, 2)
     assert seen(made, Stage.TEST, monkeypatch)[0] is None
-    made.take_chunks([16])
+    made.transcriber.use_chunks([16])
     assert seen(made, Stage.TEST, monkeypatch)[0] == ChunkConfig(2, 4)
     assert seen(brain(None), Stage.TRAIN, monkeypatch)[0] is None
 
@@ -102,7 +103,7 @@ def test_each_stage_sees_what_it_is_to_see(monkeypatch):
 def test_a_search_is_tuned_in_chunks_of_the_first_size(monkeypatch):
     """Whole utterances would give other weights of the language model than those that a stream needs."""
     made = brain(CHUNKS)
-    made.take_chunks([16])
+    made.transcriber.use_chunks([16])
     made.transcriber.search = BeamSearch(Letters(["<unk>", "a", "b"]))
     made.transcriber.spelling = made.transcriber.search.spelling(0.016)
 
@@ -114,7 +115,7 @@ def test_a_search_is_tuned_in_chunks_of_the_first_size(monkeypatch):
         raise Evaluated
 
     with pytest.raises(Evaluated):
-        made.tune_search([], evaluate)
+        tune_search(made, [], evaluate)
     assert made.transcriber.live is not None
 
 

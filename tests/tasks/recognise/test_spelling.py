@@ -21,6 +21,7 @@ from sbkit.decode.joint import JointSearch
 from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.infer import assembly, decoding
 from sbkit.recipe import load
+from sbkit.runs.evaluation_options import searching
 from sbkit.tasks import feature_statistics
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.recognise.acoustic_model import AcousticModel
@@ -95,7 +96,7 @@ def test_a_pause_ends_a_word_in_validation_and_test_as_in_the_bundle(brain, tmp_
 
 def test_it_does_where_the_searches_of_a_test_set_run_at_its_end(brain):
     brain.transcriber.search = BeamSearch(brain.keys.tokenizer, beam=8)
-    with brain.searching():
+    with searching(brain):
         judged(brain, Stage.TEST)
     assert brain.rows[-1].hypothesis == SAID
 

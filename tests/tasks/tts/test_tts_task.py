@@ -137,7 +137,7 @@ def test_a_corpus_that_was_never_labelled_is_spoken_and_has_no_loss(task, run):
     assert all(row.frames == 0 and row.spoken > 0 for row in task.rows)
 
 
-@pytest.mark.parametrize("given", [lambda task: stand_in(), lambda task: task.stand_in(3, 2.0, noise=True)],
+@pytest.mark.parametrize("given", [lambda task: stand_in(), lambda task: task.dummy_batch(3, 2.0, noise=True)],
                          ids=["placeholder", "check"])
 def test_a_stand_in_costs_what_a_batch_does_though_the_corpus_is_labelled(task, given):
     made = given(task)
@@ -181,7 +181,7 @@ def test_a_test_transcribes_recordings_and_outputs_without_padding(task, run):
         transcribed.extend(signals)
         return [f"{len(signal)}" for signal in signals]
 
-    task.take_recogniser(transcribe)
+    task.speech_test.transcribe = transcribe
     task.open_stage(Stage.TEST)
     given = batch(task, run[1]["train"], ["t0", "t1"])
     with torch.no_grad():
