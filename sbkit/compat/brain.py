@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,33 +18,28 @@ from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, registe
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.compat import loaders
+from sbkit.compat.evaluation_pass import evaluation_pass
 from sbkit.compat.hooks import BrainHooks, objectives_of
 from sbkit.compat.script_loop import ScriptTrainer
+from sbkit.compat.wrapping import share_training
 from sbkit.data.loader import plain_worker_errors
 from sbkit.errors import SbkitError, first_line
-from sbkit.nn import attention_kernel, guard, sync_batch_norm
+from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast.norm import flatten_norms
-from sbkit.nn.finite import keep_finite
 from sbkit.nn.tf32 import allow_tf32
 from sbkit.recipe.parts import ParameterGroups, trained_parts
 from sbkit.recipe.speed import Utilisation
-from sbkit.recipe.values import unwrapped
-from sbkit.system import memory
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import limit_torch_threads
 from sbkit.train import compiling, options, precision, rates, rng, script_start
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.checkpoint.adapted import Adapted
 from sbkit.train.distributed import ranks, sharding
-from sbkit.train.distributed.exchange import GradientExchange
-from sbkit.train.distributed.parallel import Replicated, Sharded, Single
 from sbkit.train.forward_state import restoring
 from sbkit.train.freezing import Freezing
 from sbkit.train.keys import ScriptKeys, TrainKeys
 from sbkit.train.memory.oom import is_out_of_memory, oom_as_user_error, release
-from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.optim import fused
 from sbkit.train.state import TrainState, state_view
@@ -54,6 +47,9 @@ from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, one_numb
 from sbkit.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+#: What a script may override of SpeechBrain's step, so that ``ScriptTrainer`` trains it.
+_METHODS_OF_A_STEP = ("fit_batch", "optimizers_step", "update_average", "check_loss_isfinite", "_fit_train")
 
 
 @register_checkpoint_hooks
@@ -102,6 +98,8 @@ class Brain(sb.core.Brain):
         run_opts, hparams = options.clean(run_opts, hparams)
         device = torch.device(options.pick(run_opts, hparams, "device"))
         ranks.init(device, options.pick(run_opts, hparams, "distributed_backend"))
+        self.rank = ranks.rank()
+        self.device_type = device.type
         limit_torch_threads()
         super().__init__(
             modules=options.check_modules(modules), opt_class=options.check_opt_class(opt_class), hparams=hparams,
@@ -110,53 +108,77 @@ class Brain(sb.core.Brain):
         )
         if hparams is None:
             self.hparams = SimpleNamespace()
-        if self.profiler is not None:
-            self.profiler = torch.profiler.profile(  # SpeechBrain's own has Python stacks, too
-                schedule=torch.profiler.schedule(wait=0, warmup=self.profile_warmup, active=self.profile_steps,
-                                                 repeat=1), record_shapes=True,
-                on_trace_ready=torch.profiler.tensorboard_trace_handler(
-                    os.path.join(self.hparams.output_folder, "profiler_logs")))
         self.keys = type(self).Keys.read(vars(self.hparams))
-        allow_tf32(self.keys.tf32)
-        for module in self.layer_roots:
-            flatten_norms(module)
-            if self.keys.accelerate:
-                accelerate(module)
-        self.rank, self.device_type = ranks.rank(), device.type
-        self.precision, self.eval_precision = precision.chosen(run_opts, hparams)
-        self.training_ctx, self.evaluation_ctx = (
-            TorchAutocast(device_type=device.type, dtype=AMPConfig.from_name(name).dtype)  # nothing for fp32
-            for name in (self.precision, self.eval_precision))
-        if self.precision == "fp16" and device.type == "cpu":
-            logger.warning("fp16 is meant for GPUs; on this CPU it trains in fp16 all the same")
-        self.scaler = precision.Scaler(device.type, enabled=self.precision == "fp16")
+        if self.profiler is not None:
+            self.profiler = self._profiler_without_stacks()
+        self._prepare_layers()
+        self._choose_precision(*precision.chosen(run_opts, hparams))
+
         self.compiled = False
         self.utilisation: Utilisation | None = None
         """With it, each epoch of ``fit`` reports the share of the device's peak FLOPs that it used."""
         self.metrics_log = None if self.debug else MetricsLog.of(self.keys, vars(self.hparams))
         self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device, self.layer_roots)
+        self._rate_factors: dict[str, float] = {}
+        """The factors of parameters by path, once there are optimizers."""
+        self.overridden_methods = [name for name in _METHODS_OF_A_STEP
+                           if getattr(type(self), name) is not getattr(Brain, name)]
+        """The methods of SpeechBrain's step that the class overrides."""
+        self.trainer = self._make_trainer(device)
+        self._save_with_checkpoints()
+
+    def _profiler_without_stacks(self) -> torch.profiler.profile:
+        """SpeechBrain's own records Python's stacks, which takes longer than what it measures."""
+        schedule = torch.profiler.schedule(wait=0, warmup=self.profile_warmup, active=self.profile_steps, repeat=1)
+        folder = os.path.join(self.hparams.output_folder, "profiler_logs")
+        return torch.profiler.profile(schedule=schedule, record_shapes=True,
+                                      on_trace_ready=torch.profiler.tensorboard_trace_handler(folder))
+
+    def _prepare_layers(self) -> None:
+        allow_tf32(self.keys.tf32)
+        for module in self.layer_roots:
+            flatten_norms(module)
+            if self.keys.accelerate:
+                accelerate(module)
+
+    def _choose_precision(self, training: str, evaluation: str) -> None:
+        self.precision, self.eval_precision = training, evaluation
+        # An autocast without a type, as of fp32, does nothing.
+        self.training_ctx = TorchAutocast(self.device_type, dtype=AMPConfig.from_name(training).dtype)
+        self.evaluation_ctx = TorchAutocast(self.device_type, dtype=AMPConfig.from_name(evaluation).dtype)
+        self.scaler = precision.Scaler(self.device_type, enabled=training == "fp16")
+        if training == "fp16" and self.device_type == "cpu":
+            logger.warning("fp16 is meant for GPUs; on this CPU it trains in fp16 all the same")
+
+    def _make_trainer(self, device: torch.device) -> Trainer:
         parts = ParameterGroups(self.modules, vars(self.hparams))
         parts.values_by_path(self.keys.learning_rates or {}, "learning_rates")  # fails now if a name fits nothing
         if self._scales_rates and type(self).init_optimizers is not Brain.init_optimizers:
             raise SbkitError(f"{type(self).__name__} creates its own optimizers, so learning_rates and layer_decay "
                              "would have no effect", hint="remove them from the recipe")
-        # What trains later is frozen in ``fit``, so that the cost estimate counts it.
-        freezing = Freezing(self.modules, parts, self.keys.freeze)
-        self._overridden = [name for name in ("fit_batch", "optimizers_step", "update_average",
-                                                  "check_loss_isfinite", "_fit_train")
-                            if getattr(type(self), name) is not getattr(Brain, name)]
-        scaling = precision.Scaled(self.scaler, device) if self.scaler.is_enabled() else precision.Unscaled(device)
-        parts_of_trainer: dict[str, Any] = {
-            "hooks": BrainHooks(self), "device": device, "state": self.train_state, "freezing": freezing,
-            "generators": self._rng, "precision": scaling, "moving_average": self.keys.moving_average}
-        self.trainer = ScriptTrainer(self, self._overridden, **parts_of_trainer) if self._overridden else \
-            Trainer(**parts_of_trainer)
-        self._factors: dict[str, float] = {}
-        extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.moving_average,
-                 "scaler": self.scaler if self.scaler.is_enabled() else None}
-        for name, obj in extra.items():
-            if obj is not None and self.checkpointer is not None:
-                self.checkpointer.add_recoverable(name, obj, optional_load=True)
+        objects: dict[str, Any] = {
+            "hooks": BrainHooks(self),
+            "device": device,
+            "state": self.train_state,
+            # What trains later is frozen in ``fit``, so that the cost estimate counts it.
+            "freezing": Freezing(self.modules, parts, self.keys.freeze),
+            "generators": self._rng,
+            "precision": precision.Scaled(self.scaler, device) if self.scaler.is_enabled()
+                else precision.Unscaled(device),
+            "moving_average": self.keys.moving_average}
+        if self.overridden_methods:
+            return ScriptTrainer(self, self.overridden_methods, **objects)
+        return Trainer(**objects)
+
+    def _save_with_checkpoints(self) -> None:
+        """Have checkpoints hold what training needs besides the recipe's recoverables."""
+        if self.checkpointer is None:
+            return
+        recoverables = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.moving_average,
+                        "scaler": self.scaler if self.scaler.is_enabled() else None}
+        for name, recoverable in recoverables.items():
+            if recoverable is not None:
+                self.checkpointer.add_recoverable(name, recoverable, optional_load=True)
 
     @property
     def layer_roots(self) -> list[torch.nn.Module]:
@@ -181,7 +203,7 @@ class Brain(sb.core.Brain):
         self.init_optimizers()
         self.trainer.set_up(self.trainer.parallel)  # there are optimizers now
         parts = ParameterGroups(self.modules, vars(self.hparams))
-        table = trained_parts(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
+        table = trained_parts(parts, self.trainer.freezing.until, self._rate_factors, self.peak_rate)
         if table is not None and ranks.is_main():  # not all learn at one rate
             logger.info("%s", table.text())
         if self.checkpointer is None:
@@ -206,11 +228,11 @@ class Brain(sb.core.Brain):
         if not self._scales_rates:
             return {}
         parts = ParameterGroups(self.modules, vars(self.hparams))
-        found = parts.values_by_path(self.keys.learning_rates or {}, "learning_rates")
+        factors = parts.values_by_path(self.keys.learning_rates or {}, "learning_rates")
         if self.keys.layer_decay != 1:
             for path, depth in rates.depths(self, parts).items():
-                found[path] = found.get(path, 1.0) * self.keys.layer_decay ** depth
-        return {path: float(factor) for path, factor in found.items() if factor != 1}
+                factors[path] = factors.get(path, 1.0) * self.keys.layer_decay ** depth
+        return {path: float(factor) for path, factor in factors.items() if factor != 1}
 
     def stacked_layers(self) -> Sequence[torch.nn.Module] | None:
         """Return the layers that ``layer_decay`` counts; None: the list of equal layers with the most parameters."""
@@ -229,55 +251,19 @@ class Brain(sb.core.Brain):
             fullgraph=self.compile_using_fullgraph) > 0
 
     def _wrap_distributed(self) -> None:
-        """Give all ranks the same weights, and the trainer what keeps them the same.
-
-        One exchange or FSDP is around all modules, so ``self.modules.x`` stays the module itself.
-        """
+        """Give all ranks the same weights, and the trainer what keeps them the same."""
         if self.data_parallel_backend:
             super()._wrap_distributed()
-        trainer, keys = self.trainer, self.keys
-        if trainer.parallel.exchange is not None:  # of an earlier fit
-            trainer.parallel.exchange.close()
-        trainer.set_up(Single(trainer.compute))
-        for name, module in self.modules.items() if ranks.world_size() > 1 else ():
-            if any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules()):
-                self.modules[name] = sync_batch_norm.convert(module)  # as SpeechBrain does on a GPU
-        for module in self.layer_roots:  # before FSDP, which derives classes too
-            keep_finite(module)
-        if keys.activation_checkpointing:
-            sharding.checkpoint_activations(self.modules, keys.activation_checkpointing)
-        trained = [(name, parameter) for name, parameter in self.modules.named_parameters() if parameter.requires_grad]
-        if ranks.world_size() > 1 and trained:
-            if keys.fsdp:
-                saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
-                optimizer = unwrapped(self.opt_class)[0]
-                unshardable = {
-                    "a recipe's own fit_batch": "fit_batch" in self._overridden,
-                    "ema": trainer.moving_average is not None,
-                    "freeze with a number of steps": bool(trainer.freezing.unfreeze_steps),
-                    "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
-                    f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
-                        getattr(optimizer, "needs_whole_parameters", False)}
-                others = [name for name, there in unshardable.items() if there]
-                if others:
-                    raise SbkitError(f"fsdp can't be used together with {others[0]}", hint="remove one of them")
-            ranks.take_from_main([*self.modules.parameters(), *self.modules.buffers()])
-            if keys.fsdp:
-                sharded = sharding.ShardedModules(self.modules, trainer.compute, trainer.device, keys.fsdp)
-                trainer.set_up(Sharded(sharded))
-            else:
-                own = bool(self._overridden)  # with several backwards in a step, perhaps, each of other parameters
-                exchange = GradientExchange(self.modules.named_parameters(), mean=own,
-                                            agree_each_time=own or self.find_unused_parameters)
-                trainer.set_up(Replicated(trainer.compute, exchange))
+        share_training(self)
         self._rng.seed_rank()  # only now: all ranks have rank 0's weights
 
     def init_optimizers(self) -> None:
         """Create the optimizers as SpeechBrain does, in torch's fused implementation if there is one."""
-        plain, self.opt_class = self.opt_class, self.opt_class and fused(self.opt_class)
+        plain = self.opt_class
+        self.opt_class = None if plain is None else fused(plain)
         if self._scales_rates and self.opt_class is not None:
-            self._factors = self.rate_factors()
-            self.opt_class = rates.grouped(self.opt_class, self._factors,
+            self._rate_factors = self.rate_factors()
+            self.opt_class = rates.grouped(self.opt_class, self._rate_factors,
                                            ParameterGroups(self.modules, vars(self.hparams)))
         try:
             with self.trainer.freezing.all_trainable():
@@ -361,8 +347,9 @@ class Brain(sb.core.Brain):
     @property
     def captures_steps(self) -> bool:
         """Whether steps are to be captured as CUDA graphs on a GPU: as the recipe, or by default the class says."""
-        asked = vars(type(self)).get("capturable", False) if self.keys.graphs is None else self.keys.graphs
-        return bool(asked) and not (ranks.world_size() > 1 and (self.keys.fsdp or self.find_unused_parameters))
+        wanted = vars(type(self)).get("capturable", False) if self.keys.graphs is None else self.keys.graphs
+        changes_what_is_exchanged = self.keys.fsdp or self.find_unused_parameters
+        return bool(wanted) and not (ranks.world_size() > 1 and changes_what_is_exchanged)
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
@@ -371,13 +358,13 @@ class Brain(sb.core.Brain):
         These are gradients, state that layers update in forward, a task's attributes, such as a running mean, and
         random number generators.
         """
-        own = self.__dict__.copy()
+        attributes = self.__dict__.copy()
         try:
             with restoring(self.layer_roots, self.device):
                 yield
         finally:
             self.__dict__.clear()
-            self.__dict__.update(own)
+            self.__dict__.update(attributes)
 
     # ------------------------------------------------------------ training
 
@@ -397,7 +384,7 @@ class Brain(sb.core.Brain):
             valid_set = loaders.resolve_loader(self, valid_set, Stage.VALID,
                                                {"ckpt_prefix": None, **(valid_loader_kwargs or {})})
             self.on_fit_start()
-            if self.opt_class is self.optimizers_dict is None and not self._overridden:
+            if self.opt_class is self.optimizers_dict is None and not self.overridden_methods:
                 logger.warning("Nothing is trained: opt_class is None, and init_optimizers sets no optimizers_dict")
             self.trainer.begin_fit(validates=valid_set is not None)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
@@ -484,58 +471,8 @@ class Brain(sb.core.Brain):
             return loss
 
     def pass_over(self, loader: DataSource, stage: Stage, name: str, show: bool) -> float:
-        """Evaluate each batch of a loader, with averaged weights if the run keeps them, and return the average loss.
-
-        Call it without gradients. If the loader yields this rank's share, the average is exact over all ranks. No rank
-        waits for another before the end, so shares may differ in size. A stop signal ends the pass early.
-
-        name, show : what to call the progress bar, and whether to show it
-        """
-        trainer = self.trainer
-        if self.device_type == "cpu":
-            memory.trim()  # before the loader forks
-        self.step, average = 0, 0.0
-        share, own_average = loaders.is_share(loader), "update_average" in self._overridden
-        sums = torch.zeros(2, device=self.device)  # of losses, and their count: nothing waits for the device
-        colour = self.tqdm_barcolor[stage.name.lower()] or None
-        display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
-        gathered = trainer.parallel.gathered()
-        averaged = contextlib.nullcontext() if trainer.moving_average is None else trainer.moving_average.swapped()
-        self.modules.eval()
-        # Also layers that only ``hparams`` holds: many recipes leave ``normalize`` out of ``modules``. Its statistics
-        # would include dev data, and ranks with shares of different sizes would wait for each other in it.
-        held = [layer for root in self.layer_roots[1:] for layer in root.modules() if layer.training]
-        with contextlib.ExitStack() as after, gathered, averaged, display:
-            for layer in held:
-                layer.training = False
-                after.callback(setattr, layer, "training", True)
-            for batch in loaders.iterator_of(loaders.on_device(loader, loader, self.device) if share else loader):
-                if trainer.asked_to_stop:
-                    break
-                self.step += 1
-                loss = self.evaluate_batch(batch, stage=stage)
-                self.close_batch(batch, stage)
-                if own_average:
-                    average = self.update_average(one_number(loss, "evaluate_batch"), average)
-                else:
-                    loss = loss if isinstance(loss, Loss) else Loss(one_number(loss, "evaluate_batch"), 1.0)
-                    total = loss.total.detach().to(sums).reshape(())
-                    count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
-                    sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(())]), 0.0)
-                guard.poll()
-                display.count(batch)
-                if time.monotonic() >= display.draw_at:
-                    display.draw()
-                if self.debug and self.step == self.debug_batches:
-                    break
-            guard.poll(wait=True)  # raises now if a label was invalid
-        over_ranks = share or self.shares_validation
-        if over_ranks:
-            ranks.barrier(name)
-        if own_average:
-            return average
-        summed, counted = (ranks.sum_across(sums) if over_ranks else sums).tolist()
-        return summed / counted if counted else math.nan  # nothing was counted, such as clips too short for a loss
+        """Evaluate each batch of a loader, and return the average loss (see ``evaluation_pass``)."""
+        return evaluation_pass(self, loader, stage, name, show)
 
     @property
     def shares_validation(self) -> bool:

@@ -25,12 +25,13 @@ from sbkit.system.console import counted
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
+Task = Any  # an object of sbkit.tasks.task.Task, which this package can't import
 
 #: Shapes that need more than this many times the padded seconds aren't used by default.
 MAX_PADDED = 1.25
 
 
-def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,  # brain: a Task, which this package can't import
+def pad_to_shapes(brain: Task, plan: Plan, device: torch.device, train: Manifest,
                   encoder: SupportsEncode | None) -> None:
     """Let the plan pad micro-batches to few shapes, if the recipe asks for it, or captures its steps."""
     asked = plan.batching.pad_to_shapes
@@ -59,7 +60,7 @@ def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,
                     100 * (more - 1))
 
 
-def why_not_padded(brain: Any) -> str | None:  # brain: a Task, which this package can't import
+def why_not_padded(brain: Task) -> str | None:
     """Return why micro-batches can't be padded with rows that aren't utterances; None if they can."""
     # A class with a loss of its own says it anew, whatever the class says that it derives from.
     says_it = {"counts_real_rows", "compute_objectives"}

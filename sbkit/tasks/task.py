@@ -305,7 +305,7 @@ class Task(Brain):
             self.metrics_log = MetricsLog(results_folder)
 
         # A step that a recipe overrides reports no losses, so nothing can follow them.
-        watches_learning = self.learning is not None and not self._overridden
+        watches_learning = self.learning is not None and not self.overridden_methods
         if self.learning is not None and watches_learning:
             self.learning.begin_run(
                 texts, steps, max_norm=self.max_grad_norm, anneals=self.annealing is not None, thaws_at=self.thaws_at,
