@@ -18,7 +18,8 @@ from sbkit.system.environment import check_torch
 if TYPE_CHECKING:
     from sbkit.data.remote import Remote
     from sbkit.recipe.load import Recipe
-    from sbkit.runs.evaluation import CheckpointResult, EvaluateRequest
+    from sbkit.runs.evaluation import CheckpointResult
+    from sbkit.runs.evaluation_request import EvaluateRequest
     from sbkit.tasks.task import Task
 
 OVER_LIMIT = 1  # exit code
@@ -74,7 +75,7 @@ def _bound(text: str) -> tuple[str, float]:
 def run(args: argparse.Namespace) -> int:
     require_run(args.run)
     check_torch()
-    from sbkit.runs.evaluation import EvaluateRequest
+    from sbkit.runs.evaluation_request import EvaluateRequest
 
     return evaluate(request_of(EvaluateRequest, args))
 

@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.recipe.check import check
     from sbkit.recipe.report import COMMAND_LINE
     from sbkit.runs import restore
-    from sbkit.runs.evaluation import EvaluateRequest
+    from sbkit.runs.evaluation_request import EvaluateRequest
     from sbkit.score.behaviour import SILENCE
     from sbkit.score.report import data
     from sbkit.score.report.page import write_report

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
+from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.runs.keys import Bundles
-
-if TYPE_CHECKING:
-    from sbkit.runs.evaluation import EvaluateRequest
 
 Task = Any  # an object of sbkit.tasks.task.Task, which this package can't import
 #: Fields of a request that describe a search.

@@ -12,7 +12,7 @@ import torch
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs import evaluation, initial, restore
-from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.runs.replay import NEW, Replay
 from sbkit.score.old_set import OLD, OldSet
 from sbkit.score.results import Results

@@ -9,7 +9,7 @@ from sbkit.commands.evaluate import evaluate
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.bundles import BundleLoader
-from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.evaluation_request import EvaluateRequest
 
 pytest.importorskip("onnxruntime", reason="a bundle's ONNX model needs the extra 'export'")
 

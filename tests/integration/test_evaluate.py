@@ -12,7 +12,8 @@ from sbkit.cli import main
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
-from sbkit.runs.evaluation import EvaluateRequest, prepare
+from sbkit.runs.evaluation import prepare
+from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.runs.restore import load_run
 from sbkit.score import utterances
 

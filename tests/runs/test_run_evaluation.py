@@ -13,6 +13,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.nonspeech import NonSpeech
 from sbkit.errors import SbkitError
 from sbkit.runs import evaluation
+from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.score.behaviour import silences
 
 
@@ -35,7 +36,7 @@ def test_noises_of_the_folder_are_tried_if_it_still_has_any(recordings, heard, t
     monkeypatch.setattr(evaluation, "transcribe", transcribe)
     monkeypatch.setattr(evaluation, "silences", lambda rate: silences(rate, 0.5, 1))
     found = evaluation.try_behaviour(
-        evaluation.EvaluateRequest(tmp_path),
+        EvaluateRequest(tmp_path),
         SimpleNamespace(keys=SimpleNamespace(nonspeech=NonSpeech(folder=str(folder)))),
         SimpleNamespace(transcriber=None, all_rows=lambda: rows),
         Manifest(ids=[], wavs=[], texts=[], durations=[]), 1000)
@@ -55,7 +56,7 @@ def test_a_list_begins_where_that_of_the_run_did_or_where_it_is_told(on, data_ro
     for path in "lists/test.csv", "test.csv":
         (tmp_path / path).write_text("ID,duration,wav,wrd\na,1.0,$data_root/a.wav,words\n")
     own = Corpus("lists", "en", "own", data_root="clips")
-    request = evaluation.EvaluateRequest(tmp_path / "run", on=on, data_root=data_root)
+    request = EvaluateRequest(tmp_path / "run", on=on, data_root=data_root)
     _, corpus = evaluation.prepare(request, own, on)
     assert corpus.manifest("test").ids == ["a"]
 
@@ -71,7 +72,7 @@ def test_a_split_has_the_names_that_training_takes_and_a_mapping_has_several():
             patch.setattr(Path, "is_file", lambda path: path.stem in ("train", "dev", "test"))
             anew = SimpleNamespace(**vars(own) | {"manifest_path": lambda _: f"{request['split']} anew"})
             patch.setattr(evaluation, "prepare", lambda *_: (None, anew))
-            return evaluation.corpus(evaluation.EvaluateRequest(Path("run"), **request), given)[1]
+            return evaluation.corpus(EvaluateRequest(Path("run"), **request), given)[1]
 
     assert [str(manifest(split=name)) for name in (None, "valid", "dev", "train", "eval")] == [
         "test.csv", "dev.csv", "dev.csv", "train.csv", "eval anew"]
@@ -93,5 +94,5 @@ def test_the_real_time_factor_holds_no_warm_up(tmp_path, monkeypatch):
     brain = SimpleNamespace(transcriber=None, all_rows=list, device="cpu", eval_precision="fp32",
                             tested_results=lambda *given: results, metric=SimpleNamespace(name="WER"))
     manifest = Manifest(ids=list("abc"), wavs=list("abc"), texts=list("abc"), durations=[0.1] * 3)
-    scored = evaluation.score(evaluation.EvaluateRequest(tmp_path), None, brain, manifest, "best")
+    scored = evaluation.score(EvaluateRequest(tmp_path), None, brain, manifest, "best")
     assert calls == [1, 3] and scored.facts["real_time_factor"] < 0.5

@@ -29,7 +29,7 @@ from sbkit.commands.evaluate import evaluate
 from sbkit.data.audio import read_audio
 from sbkit.data.augment import AddReverb, ApplyCodec, Augment, BandPass, Overdrive
 from sbkit.data.manifest import Manifest
-from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.score.run_files import EVALUATIONS, RESULT
 from sbkit.system.console import atomic_write
 from tools.bench.harness import RECIPE, Results, as_words, markdown, parse_checked, program, sbkit

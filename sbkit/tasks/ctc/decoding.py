@@ -12,7 +12,7 @@ from sbkit.decode.joint import JointSearch
 from sbkit.decode.spans import TokenSpans
 from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
-from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.decoding import Decoding

@@ -11,7 +11,7 @@ from torch import Tensor
 from sbkit.decode.spans import TokenSpans
 from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
-from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.evaluation_request import EvaluateRequest
 
 DecoderScores = Any  # a tensor, or several: the outputs of the model that are decoded
 Search = Any  # a TokenSearch, a JointSearch, or a recipe's own

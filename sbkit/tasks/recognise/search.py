@@ -19,7 +19,7 @@ from sbkit.decode.search_options import hot_words
 from sbkit.decode.spans import TokenSpans
 from sbkit.decode.token_search import Hypothesis, TokenSearch
 from sbkit.errors import SbkitError
-from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.score.edits import count
 from sbkit.system.cores import usable_cores
 from sbkit.tasks.recognise.keys import EncoderKeys

@@ -17,7 +17,7 @@ from sbkit.decode.joint import JointSearch
 from sbkit.decode.spans import Spelling
 from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
-from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.system.console import counted
 from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.decoding import DecoderScores, Decoding, Search

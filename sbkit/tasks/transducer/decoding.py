@@ -11,7 +11,7 @@ from sbkit.decode.token_search import TokenSearch
 from sbkit.decode.transducer import TransducerSearch
 from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.errors import SbkitError
-from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.tasks.recognise.acoustic_model import AcousticModel
 from sbkit.tasks.recognise.decoding import Decoding, Search
 from sbkit.tasks.transducer.keys import TransducerKeys

@@ -13,7 +13,7 @@ from sbkit.decode.beam import BeamSearch
 from sbkit.decode.greedy import greedy
 from sbkit.decode.token_search import Hypothesis
 from sbkit.errors import SbkitError
-from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.tasks.ctc.decoding import CTCDecoding
 from sbkit.tasks.recognise import search as search_asked
 from sbkit.tasks.recognise.decoding import Decoding
