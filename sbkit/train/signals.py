@@ -77,8 +77,10 @@ class StopSignals:
 
     saves : says whether a checkpoint is going to be saved, for the message
 
-    A signal that nothing acted on raises ``Stopped`` when the context is left. A thread, which runs even while the main
-    one waits inside a collective or a kernel, prints a message, and ends the process at the second Ctrl-C.
+    A signal that nothing acted on raises ``Stopped`` when the context is left: on all ranks of a run, whichever of them
+    received it, as the others would go on to a collective that it never joins. So all ranks must leave the context
+    together, or by an error. A thread, which runs even while the main one waits inside a collective or a kernel, prints
+    a message, and ends the process at the second Ctrl-C.
     """
 
     def __init__(self, saves: Callable[[], bool] = lambda: True) -> None:
@@ -106,18 +108,27 @@ class StopSignals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        if not self._before:
-            return
+        if self._before:
+            self._stop_catching()
+        # Only now: from here on a signal does what it did before, so none comes between this and the end of catching.
+        if kind is None:
+            self._raise_if_any_rank_was_stopped()
+
+    def _stop_catching(self) -> None:
         signal.set_wakeup_fd(self._wakeup_before)
         _restore(self._before)
         _wakeups.discard(self._writing)
         os.write(self._writing, b"\0")  # closing would not end the watcher: a forked process may hold the pipe
         self._watcher.join()
         os.close(self._writing)
-        if kind is None and self.signum is not None:
-            from sbkit.train.distributed import ranks  # imports torch: a signal is to be caught before
 
-            ranks.raise_on_main(_stopped(self.signum, " after the end of training"))
+    def _raise_if_any_rank_was_stopped(self) -> None:
+        from sbkit.train.distributed import ranks  # imports torch: a signal is to be caught before
+
+        signums = ranks.gather_objects(self.signum) if ranks.connected() else [self.signum]
+        signum = next((signum for signum in signums if signum is not None), None)
+        if signum is not None:
+            ranks.raise_on_main(_stopped(signum, " after the end of training"))
 
     def _watch(self, reading: int) -> None:
         """Act on signals at once, in the thread; a 0 ends it."""

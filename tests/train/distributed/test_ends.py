@@ -218,6 +218,28 @@ def test_a_signal_to_one_rank_in_validation_stops_all_and_the_run_goes_on_exactl
     assert losses_again == losses[-4:]  # from the end of the second epoch's training on
 
 
+class StopsAfterItsLastStep(ToyBrain):
+    """One rank receives a signal when no step is left in which ranks could agree on it."""
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if self.optimizer_step == 2 and ranks.rank() == self.hparams.stopped:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped_after_its_last_step(stopped):
+    toy = brain(StopsAfterItsLastStep, hparams={"stopped": stopped})
+    toy.fit(range(1, 2), ToyTrainLoader(2, 4, ranks.rank(), 2))
+    ranks.barrier()  # as a test after training does
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_signal_to_one_rank_after_the_last_step_ends_all_alike(stopped):
+    first, second = outcomes(stopped_after_its_last_step, stopped, timeout=40)
+    assert isinstance(first.error, Stopped) and first.error.exit_code == 143
+    assert "stopped by SIGTERM after the end of training" in str(first.error)
+    assert isinstance(second.error, PeerFailed) and second.error.code == 143
+
+
 def profiled(folder, slow):
     """One rank's trace takes longer than a rank is waited for that has heard of another's end, and it hears at once."""
     ranks.WATCH_SECONDS, ranks.PATIENCE_SECONDS = 0.01, 0.5
