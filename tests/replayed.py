@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from sbkit.nn import ctc
 from sbkit.nn.fast import dropout
 from sbkit.train import graphs, rng
+from sbkit.train.graphs import repeatable
 
 aten = torch.ops.aten
 all_reduce = torch.distributed.all_reduce
@@ -144,7 +145,7 @@ def on_cpu(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     # The generator of this device is also that of the host.
-    monkeypatch.setattr(graphs, "rng", SimpleNamespace(**{**vars(rng), "capture": lambda device: {
+    monkeypatch.setattr(repeatable, "rng", SimpleNamespace(**{**vars(rng), "capture": lambda device: {
         name: each for name, each in rng.capture(device).items() if (name, device) != ("torch", "cpu")}}))
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce_or_record)
     monkeypatch.setattr(graphs, "wanted", lambda device, setting: setting is not False)

@@ -166,8 +166,7 @@ class Watch:
         if torch._guards.CompileContext.current_compile_id() is not None:  # it reads values for itself, once a graph
             return
         stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-        if any(graphs.is_capture(frame.f_code.co_filename, frame.f_code.co_name)  # of which a run has a few
-               for frame, _ in traceback.walk_stack(None)):
+        if any(graphs.is_capture(filename) for filename, _ in stack):  # of which a run has a few
             return
         location = own_location(stack)
         if not _is_own(location[0]):  # no line of Python has called autograd's threads
@@ -199,7 +198,7 @@ class Watch:
         """Report lines whose tensors of each step are still alive."""
         live: dict[int, Mapping[str, Any]] = {}  # by address
         for event in events:
-            captured = any(graphs.is_capture(frame["filename"], frame["name"]) for frame in event.get("frames", ()))
+            captured = any(graphs.is_capture(frame["filename"]) for frame in event.get("frames", ()))
             if event["action"] == "alloc" and not captured:  # tensors of graphs stay
                 live[event["addr"]] = event
             elif event["action"] == "free_completed":

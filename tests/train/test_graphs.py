@@ -13,10 +13,10 @@ from torch import nn
 from toys import ToyBrain, ToyTrainLoader, brain, furthest, layers, state
 
 from sbkit.rehearsal import fake_gpu
-from sbkit.train import graphs
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
+from sbkit.train.graphs import captured, recorder
 from sbkit.train.muon import Muon
 
 #: Launches of a captured step: of each micro-batch, and of its update.
@@ -166,12 +166,12 @@ class TooLarge(ToyBrain):
     (Draws, {}, {}, "a step changes python's random numbers on the host"),
     (TooLarge, {}, {}, "cuda:0 has too little memory for them; a smaller max_batch_seconds leaves more"),
     (ToyBrain, {"graphs": None}, {}, "ToyBrain doesn't say that its steps can be replayed; `graphs: true` says so"),
-    (ToyBrain, {}, {"MAX_NODES": 5}, r"the micro-step has \d+ nodes, and 5 are allowed"),
-    (ToyBrain, {}, {"MAX_GRAPHS": 1}, "batches have more than 1 shapes"),
+    (ToyBrain, {}, {(recorder, "MAX_NODES"): 5}, r"the micro-step has \d+ nodes, and 5 are allowed"),
+    (ToyBrain, {}, {(captured, "MAX_GRAPHS"): 1}, "batches have more than 1 shapes"),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_what_cannot_be_replayed_trains_without_graphs_and_says_why(cls, hparams, limits, reason, monkeypatch, caplog):
-    for name, limit in limits.items():
-        monkeypatch.setattr(graphs, name, limit)
+    for (module, name), limit in limits.items():
+        monkeypatch.setattr(module, name, limit)
     caplog.set_level(logging.INFO, "sbkit.train.graphs")
     toy, _ = trained(cls, hparams=hparams, micros=3)
     said = [record.message for record in caplog.records if "not captured" in record.message]

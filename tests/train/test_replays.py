@@ -12,7 +12,9 @@ from toys import ToyBrain, ToyTrainLoader, brain, furthest, layers, state
 
 from sbkit.train.averaging import EMA
 from sbkit.train.distributed import ranks
-from sbkit.train.graphs import Captured
+from sbkit.train.graphs.capture import MicroStepCapture, UpdateCapture
+from sbkit.train.graphs.recorder import Recorder
+from sbkit.train.graphs.variants import Phase, Stage
 from sbkit.train.muon import Muon
 from sbkit.train.runner import Eager
 from sbkit.train.step import Loss
@@ -31,8 +33,17 @@ def test_replays_compute_what_steps_compute(micros, size, monkeypatch, caplog):
         toy = brain(modules=model, opt_class=optimizer, hparams={"graphs": wanted, "ema": EMA(model)})
         toy.fit(range(1, 2), ToyTrainLoader(steps=11, size=size, micros=micros))
         assert set(toy.trainer.runner.nodes) == ({"micro-step", "update"} if wanted else set()), caplog.text
+        if wanted:
+            assert stages(toy) == {Stage.VERIFIED}
         found.append(toy)
     assert furthest(*map(state, found)) < 1e-6
+
+
+def stages(toy):
+    """Where the variants of a run are at its end."""
+    runner = toy.trainer.runner
+    return {variant.stage for variants in (runner.micro_step_variants, runner.update_variants)
+            for variant in variants.values()}
 
 
 def fails_in_a_capture(*args, **kwargs):
@@ -41,13 +52,22 @@ def fails_in_a_capture(*args, **kwargs):
     return replayed.all_reduce(*args, **kwargs)
 
 
+class UpdatesByPython(ToyBrain):
+    """A hook of its optimizer keeps its updates from being captured."""
+
+    def init_optimizers(self):
+        super().init_optimizers()
+        self.optimizer.register_step_pre_hook(lambda *given: None)
+
+
 def trained_on_a_rank(wanted, all_reduce=replayed.all_reduce_or_record):
     """The gradients of each update, and the weights; the last micro-batch of a step is a dummy on rank 1."""
     with pytest.MonkeyPatch.context() as patched:
         replayed.on_cpu(patched)
         patched.setattr(torch.distributed, "all_reduce", all_reduce)
         model, gradients = layers(), []
-        toy = brain(modules=model, opt_class=partial(torch.optim.SGD, lr=0.01), hparams={"graphs": wanted})
+        toy = brain(UpdatesByPython, modules=model, opt_class=partial(torch.optim.SGD, lr=0.01),
+                    hparams={"graphs": wanted})
         eager_update = Eager.compute_update
 
         def kept(eager, optimizers, sums, rates):
@@ -55,8 +75,6 @@ def trained_on_a_rank(wanted, all_reduce=replayed.all_reduce_or_record):
             return eager_update(eager, optimizers, sums, rates)
 
         patched.setattr(Eager, "compute_update", kept)
-        patched.setattr(Captured, "update", lambda captured, sums: [captured.eager.update(sums),
-                                                                    captured.decide()][0])
         toy.fit(range(1, 2), ToyTrainLoader(6, 3, ranks.rank(), 2, micros=2))
         return gradients, state(toy), toy.trainer.runner.nodes
 
@@ -77,14 +95,14 @@ def out_of_memory_on_a_rank(kind):
     """Train on two ranks, of which the second has no memory for graphs of this kind."""
     with pytest.MonkeyPatch.context() as patched:
         replayed.on_cpu(patched)
-        capture = Captured._capture
+        record = Recorder.record
 
-        def on_a_full_card(captured, of_kind, work):
+        def on_a_full_card(recorder, of_kind, work):
             if ranks.rank() == 1 and of_kind == kind:
                 out_of_memory()
-            return capture(captured, of_kind, work)
+            return record(recorder, of_kind, work)
 
-        patched.setattr(Captured, "_capture", on_a_full_card)
+        patched.setattr(Recorder, "record", on_a_full_card)
         toy = brain(modules=layers(), opt_class=partial(torch.optim.SGD, lr=0.01), hparams={"graphs": True})
         toy.fit(range(1, 2), ToyTrainLoader(6, 3, ranks.rank(), 2, micros=2))
         return state(toy), set(toy.trainer.runner.nodes)
@@ -99,23 +117,41 @@ def test_a_rank_that_stops_capturing_alone_keeps_no_other_waiting(kind, of_other
 
 
 def test_an_update_that_there_is_no_memory_to_compare_is_taken_once(monkeypatch):
-    compare = Captured._compare_update
+    verify = UpdateCapture.verify
 
-    def without_memory(*args):
+    def without_memory(capture):
         with pytest.MonkeyPatch.context() as full:
             full.setattr(torch, "_foreach_sub", out_of_memory)
-            return compare(*args)
+            return verify(capture)
 
     found = []
     for wanted in (True, False):
         with monkeypatch.context() as patched:
             replayed.on_cpu(patched)
-            patched.setattr(Captured, "_compare_update", without_memory)
+            patched.setattr(UpdateCapture, "verify", without_memory)
             optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
             toy = brain(modules=layers(), opt_class=optimizer, hparams={"graphs": wanted})
             toy.fit(range(1, 2), ToyTrainLoader(steps=6, size=9))
             found.append(state(toy))
+            if wanted:
+                assert stages(toy) == {Stage.REFUSED} and toy.trainer.runner.phase is Phase.STOPPED
     assert furthest(*found) < 1e-6
+
+
+def test_a_micro_step_that_there_is_no_memory_to_compare_is_replayed_all_the_same(monkeypatch):
+    verify = MicroStepCapture.verify
+
+    def without_memory(capture, *args):
+        with pytest.MonkeyPatch.context() as full:
+            full.setattr(torch, "_foreach_zero_", out_of_memory)
+            return verify(capture, *args)
+
+    replayed.on_cpu(monkeypatch)
+    monkeypatch.setattr(MicroStepCapture, "verify", without_memory)
+    toy = brain(modules=layers(), opt_class=partial(torch.optim.SGD, lr=0.01), hparams={"graphs": True})
+    toy.fit(range(1, 2), ToyTrainLoader(steps=6, size=9))
+    assert stages(toy) == {Stage.CAPTURED, Stage.VERIFIED}  # of the micro-step and of the update
+    assert all(variant.graph is not None for variant in toy.trainer.runner.micro_step_variants.values())
 
 
 def out_of_memory(*args, **kwargs):
@@ -157,3 +193,6 @@ def test_a_replay_that_computes_something_else_trains_nothing(cls, what, monkeyp
     assert len(said) == 1 and said[0].startswith(
         f"Steps are not captured as CUDA graphs: a replay computes another {what} than the step: ")
     assert toy.optimizer_step == 5
+    assert stages(toy) == {Stage.REFUSED} and toy.trainer.runner.phase is Phase.STOPPED
+    variant, = toy.trainer.runner.micro_step_variants.values()
+    assert variant.graph is None and variant.reason in said[0]

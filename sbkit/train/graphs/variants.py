@@ -1,0 +1,55 @@
+"""The stages of a capture: of the whole run, and of each variant of a micro-step or of an update."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+GraphT = TypeVar("GraphT")
+
+
+class Phase(enum.Enum):
+    """What a run does about graphs. It begins with the first one, also after ``Captured.reset``."""
+
+    BEFORE_FIRST_UPDATE = enum.auto()
+    """Python computes all: optimizers make their states, and ranks agree on the gradients that they exchange."""
+    CAPTURING = enum.auto()
+    """Variants that are new are captured, and those that are captured are replayed."""
+    STOPPED = enum.auto()
+    """This rank replays nothing any more, because a capture failed. Others may: it takes part in their comparisons."""
+    REFUSED = enum.auto()
+    """No rank has ever captured anything: all of them decided so after the first update."""
+
+
+class Stage(enum.Enum):
+    """How far a variant is. Each stage follows from the one before, except that any may end in ``REFUSED``."""
+
+    FIRST_SEEN = enum.auto()
+    """Nothing of it has been computed."""
+    WARMED_UP = enum.auto()
+    """Python has computed a micro-step twice, and the second time changed nothing that only Python knows. Updates skip
+    this stage, since Python takes the first one of a run."""
+    CAPTURED = enum.auto()
+    """Its kernels are recorded. It stays in this stage, and is replayed, if there is no memory to compare a replay."""
+    VERIFIED = enum.auto()
+    """A first replay has computed what Python does, and from now on it is replayed."""
+    REFUSED = enum.auto()
+    """Python computes it."""
+
+
+@dataclass
+class Variant(Generic[GraphT]):
+    """All micro-steps, or all updates, that launch the same kernels with the same numbers."""
+
+    stage: Stage = Stage.FIRST_SEEN
+    graph: GraphT | None = None
+    """What is replayed; None before it is captured, and if it is refused."""
+    reason: str = ""
+    """Why it is refused."""
+
+    def refuse(self, reason: str) -> None:
+        """Let Python compute it from now on, and free its graph."""
+        self.stage = Stage.REFUSED
+        self.graph = None
+        self.reason = reason
