@@ -43,8 +43,9 @@ from sbkit.train.memory.oom import is_out_of_memory, oom_as_user_error, release
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.optim import fused
 from sbkit.train.state import TrainState, state_view
-from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, one_number, skips_itself, update
+from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, one_number
 from sbkit.train.trainer import Trainer
+from sbkit.train.update import skips_itself, update
 
 logger = logging.getLogger(__name__)
 

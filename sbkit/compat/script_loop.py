@@ -11,25 +11,52 @@ import torch
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.distributed import ranks
 from sbkit.train.monitor.display import Progress
+from sbkit.train.results import FLAGS
 from sbkit.train.step import one_number
-from sbkit.train.trainer import FLAGS, NotFinite, Trainer
+from sbkit.train.trainer import NotFinite, Trainer
 
 logger = logging.getLogger(__name__)
 
 
 class ScriptTrainer(Trainer):
-    """Trains as ``Trainer``, but takes steps by ``Brain.fit_batch``, as SpeechBrain's own loop does.
+    """Trains as ``Trainer``, but has each micro-batch trained by ``Brain.fit_batch``, as SpeechBrain's own loop does.
 
-    For a script, or a task's recipe, that overrides a part of SpeechBrain's step. What only ``Trainer.train_step``
-    knows is missing here: the exact mean of a step, CUDA graphs, reports of bad batches, and the results of steps
-    (``on_step_known``, lines of metrics.jsonl, and what follows the progress of learning).
+    For a script, or a task's recipe, that overrides a part of SpeechBrain's step. ``Trainer.train_step`` would never
+    call that part, so it isn't called here. An epoch around the step is ``Trainer.train_epoch`` as ever.
+
+    Kept, whatever is overridden:
+
+    - the data: its plan, each rank's share, workers, and resuming at the same batch;
+    - what is due between steps: checkpoints, stop signals, limits, thawing, a profile, comparisons between ranks;
+    - hooks around a step: ``open_step``, ``end_step``, and with them the learning rate;
+    - gradients that are averaged over ranks, after each backward by agreement on the parameters that it reached;
+    - how many losses of an epoch may be not finite (``nonfinite_patience``).
+
+    Kept as long as ``optimizers_step`` is not overridden: clipping, the loss scale of fp16, steps that are skipped on
+    the device if a gradient is not finite, and the moving average of the weights.
+
+    Lost:
+
+    - the mean over a whole step: a micro-batch counts as much as any other, and a rank as much as any other, whatever
+      their numbers of tokens or frames;
+    - fsdp, which is refused, if ``fit_batch`` is overridden;
+    - CUDA graphs, and steps without a wait: each loss is read on the host, which checks whether it is finite;
+    - what the host learns of steps: ``on_step_known``, their lines in metrics.jsonl, reports in ``bad_batches/``, and
+      what follows the progress of learning.
+
+    A script that overrides ``_fit_train`` runs a loop of its own over the epoch, unless it calls ``super()``: it keeps
+    what is around an epoch.
+
+    The two loops share what is before and after a step (``prepare_step``, ``begin_next_update``, ``between_steps``).
+    Their lines differ in who knows whether a micro-batch ended a step or updated the weights: here only the script.
 
     overridden : the methods of SpeechBrain's step that the script overrides
     """
 
     def __init__(self, brain: Any, overridden: Collection[str], **settings: Any):  # an sbkit.Brain, as in ``hooks``
         super().__init__(**settings)
-        self.brain, self.overridden = brain, overridden
+        self.brain = brain
+        self.overridden = overridden
 
     def take_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
                    epoch: int) -> None:
@@ -38,34 +65,50 @@ class ScriptTrainer(Trainer):
         The script decides when a step ends and how losses are divided. Ranks agree where one ends by
         ``grad_accumulation_factor`` or the plan: gradients of half a step are in no checkpoint.
         """
-        brain, state = self.brain, self.state
-        while not self.begin_step(train_set, epoch):
-            batch, last = next(micro_batches, (None, False))
-            if batch is None:
+        state = self.state
+        while self.prepare_step(train_set, epoch):
+            following = next(micro_batches, None)
+            if following is None:
                 return
-            updates, failures = state.optimizer_step, state.nonfinite_count
-            loss = one_number(brain.fit_batch(batch), "fit_batch")
-            checks_itself = state.nonfinite_count > failures or "check_loss_isfinite" in self.overridden
-            if "fit_batch" in self.overridden and not checks_itself:
-                self._count_if_not_finite(loss, epoch)
-            brain.avg_train_loss = brain.update_average(loss, brain.avg_train_loss)
-            state.epoch_step += last
-            if state.optimizer_step > updates:
+            batch, last = following
+
+            updates_before = state.optimizer_step
+            self._fit_batch(batch, epoch)
+            if last:
+                state.epoch_step += 1
+            if state.optimizer_step > updates_before:
                 self.begin_next_update()
             if last:
-                asked = ranks.any_of(dict(zip(FLAGS, self.flags().tolist(), strict=True)))
-                self.between_steps({name for name, number in asked.items() if number}, progress)
+                self.between_steps(self._agree_on_flags(), progress)
+
+    def _fit_batch(self, batch: MicroBatch, epoch: int) -> None:
+        """Train on a micro-batch by the script's methods, and count its loss."""
+        brain = self.brain
+        failures_before = self.state.nonfinite_count
+        loss = one_number(brain.fit_batch(batch), "fit_batch")
+
+        # Brain.fit_batch checks its loss; a script's own may do so by check_loss_isfinite, or not at all.
+        checked = self.state.nonfinite_count > failures_before or "check_loss_isfinite" in self.overridden
+        if "fit_batch" in self.overridden and not checked:
+            self._count_if_not_finite(loss, epoch)
+        brain.avg_train_loss = brain.update_average(loss, brain.avg_train_loss)
 
     def _count_if_not_finite(self, loss: torch.Tensor, epoch: int) -> None:
         """Count a loss that is not finite, which a script's own ``fit_batch`` may train on."""
         if torch.isfinite(loss):
             return
-        state, patience = self.state, self.settings.nonfinite_patience
+        state = self.state
+        patience = self.settings.nonfinite_patience
         state.nonfinite_count += 1
         what = f"batch {state.step} has the loss {loss.item()}, number {state.nonfinite_count} of epoch {epoch}"
         if state.nonfinite_count > patience:
             raise NotFinite(what, hint=f"nonfinite_patience allows {patience}")
         logger.warning("%s (nonfinite_patience allows %d)", what, patience)
+
+    def _agree_on_flags(self) -> set[str]:
+        """Return what any rank asks for, see ``results.FLAGS``; a script's step has no sums with which to send that."""
+        flags = dict(zip(FLAGS, map(bool, self.flags().tolist()), strict=True))
+        return {name for name, raised in ranks.any_of(flags).items() if raised}
 
     def trained_anything(self) -> bool:
         return True  # the script's own average tells

@@ -22,9 +22,11 @@ from sbkit.train.distributed.parallel import Single
 from sbkit.train.hooks import Hooks
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.precision import Unscaled
-from sbkit.train.step import Loss, gradients, row_of, update, write_rates
+from sbkit.train.results import step_values
+from sbkit.train.step import Loss, row_of
+from sbkit.train.update import gradients, update, write_rates
 
-Rates = Sequence[Sequence[Tensor] | None]  # the tensors of learning rates of each optimizer, see ``step.write_rates``
+Rates = Sequence[Sequence[Tensor] | None]  # the tensors of learning rates of each optimizer, see ``update.write_rates``
 
 
 class MicroStep(NamedTuple):
@@ -50,8 +52,8 @@ class Runner(Protocol):
     def update(self, sums: Tensor) -> Tensor:
         """Update by the gradients of a step, and return what the host reads later.
 
-        sums : of the whole step over all ranks, see ``step.row_of``
-        Returns the gradient norm, whether the step was skipped, two scales, and the sums. Nothing waits for the device.
+        sums : of the whole step over all ranks, see ``results.step_values``
+        Returns the row of the step, see ``results``. Nothing waits for the device.
         """
 
     def reset(self) -> None:
@@ -123,7 +125,7 @@ class Eager:
         norm, unchanged = update(optimizers, self.precision.unscaled(factor), max_norm, finite & counted, rates)
         # A step that counts nothing changes nothing: weights would decay, and move by momentum. That is no skip.
         skipped = torch.where(counted, unchanged, (~finite).to(unchanged))
-        values = torch.cat([torch.stack([norm.float(), skipped, *self.precision.scales()]), sums])
+        values = step_values(norm.float(), skipped, self.precision.scales(), sums)
         self.follow_update(unchanged, skipped)
         self.precision.follow(count / ranks.world_size())
         return values
@@ -170,7 +172,7 @@ class GradientsOnly(Eager):
 
     def update(self, sums: Tensor) -> Tensor:
         norm = skipped = torch.zeros_like(sums[0])
-        return torch.cat([torch.stack([norm, skipped, *self.precision.scales()]), sums])
+        return step_values(norm, skipped, self.precision.scales(), sums)
 
 
 def _is_dummy(loss: Loss) -> bool:

@@ -15,18 +15,17 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
+from speechbrain.utils.checkpoints import Checkpoint
 
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
-from sbkit.nn.peek import Peek
 from sbkit.system import memory
 from sbkit.train import graphs, rng
 from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import KeptBatch
-from sbkit.train.batches import DataSource, MicroBatch, rows
+from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint.files import locked_for_training
 from sbkit.train.distributed import equality, ranks
 from sbkit.train.distributed.equality import Buffers
@@ -34,25 +33,18 @@ from sbkit.train.distributed.parallel import Single
 from sbkit.train.freezing import Freezing
 from sbkit.train.graphs import Captured
 from sbkit.train.hooks import EpochBatches, Hooks, LoopSettings
-from sbkit.train.memory.oom import is_out_of_memory, release
+from sbkit.train.memory import largest
 from sbkit.train.monitor.display import Progress
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.precision import Unscaled
 from sbkit.train.rates import Rate, base_lr
+from sbkit.train.results import FLAGS, ArrivingSteps
 from sbkit.train.runner import Eager, GradientsOnly, MicroStep, Runner
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.state import TrainState
 from sbkit.train.step import Computed, StepResult, StepSums, is_last
 
 logger = logging.getLogger(__name__)
-
-#: What any rank may ask for with a step, so that all ranks do it at the same step: to stop, to save, and to agree anew
-#: on the parameters whose gradients are exchanged.
-FLAGS = ("stop", "save", "parameters")
-#: Time for the other ranks to end a trial of a batch that doesn't fit on one of them.
-TRIAL_SECONDS = 60.0
-_TOTAL_AND_COUNT = slice(4, 6)  # among the values of a step
-
 
 
 class NotFinite(SbkitError, ValueError):
@@ -61,19 +53,10 @@ class NotFinite(SbkitError, ValueError):
     exit_code = 1
 
 
-class _Arriving(NamedTuple):
-    """The values of a step that are being copied to the host."""
-
-    values: Peek
-    names: list[str]  # of extras
-    batches: list[KeptBatch]
-    number: int  # of the step, from 1
-
-
 class Trainer:
-    """Trains modules.
+    """Trains the modules of ``hooks``. All ranks of a run call the same methods at the same steps.
 
-    hooks : whose they are
+    hooks : the modules, and what the recipe does around steps and epochs
     state : the counters and flags of the run
     freezing : which parameters train, by the number of steps
     generators : the random number generators, as restored from a checkpoint
@@ -83,18 +66,20 @@ class Trainer:
 
     def __init__(self, hooks: Hooks, device: torch.device, state: TrainState, freezing: Freezing,
                  generators: rng.RngState, precision: Unscaled, moving_average: EMA | None = None):
-        self.hooks, self.device, self.state, self.freezing = hooks, device, state, freezing
+        self.hooks = hooks
         self.modules = hooks.modules
-        self.precision, self.moving_average = precision, moving_average
+        self.device = device
+        self.state = state
+        self.freezing = freezing
+        self.precision = precision
+        self.moving_average = moving_average
         self.times = StepTimes(device)
         self.buffers = Buffers(self.modules)
         self.signals: StopSignals | None = None
         self._generators = generators
         self._progress: Progress | None = None
-        self._arriving: list[_Arriving] = []
         self._no_flags = torch.zeros(len(FLAGS), device=device)
-        self.lag = 0 if device.type == "cpu" else 1
-        """Steps whose values are still being copied when the next one is done; on the CPU nothing runs behind."""
+        self.arriving = ArrivingSteps(lag=0 if device.type == "cpu" else 1)  # on a CPU nothing runs behind
         self.runner: Runner
         self.set_up(Single(self.compute))
 
@@ -102,13 +87,12 @@ class Trainer:
 
     def set_up(self, parallel: Single) -> None:
         """Choose how steps are computed from now on."""
-        hooks = self.hooks
         self.parallel = parallel
-        runner = Eager if hooks.updates_weights else GradientsOnly
-        eager = runner(hooks, parallel, self.precision, self.moving_average, self.times, self.device)
-        self.eager, self.runner = eager, eager
-        if eager.updates and graphs.wanted(self.device, self.settings.graphs):
-            self.runner = Captured(eager)
+        kind = Eager if self.hooks.updates_weights else GradientsOnly
+        self.eager = kind(self.hooks, parallel, self.precision, self.moving_average, self.times, self.device)
+        self.runner = self.eager
+        if self.eager.updates and graphs.wanted(self.device, self.settings.graphs):
+            self.runner = Captured(self.eager)
 
     def compute(self, batch: MicroBatch) -> Computed:
         """Run forward and loss of a training micro-batch."""
@@ -133,7 +117,8 @@ class Trainer:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Don't stop the evaluation inside this context after a signal: only ``fit`` has something to save."""
-        signals, self.signals = self.signals, None
+        signals = self.signals
+        self.signals = None
         try:
             yield
         finally:
@@ -161,24 +146,26 @@ class Trainer:
 
         micro_batches : each with whether it is the last of its step; those of later steps are not taken
         """
-        hooks, state, times = self.hooks, self.state, self.times
+        hooks = self.hooks
+        state = self.state
+        times = self.times
         times.begin(state.optimizer_step)
         sums = StepSums()
-        kept: list[KeptBatch] = []
+        batches: list[KeptBatch] = []
         micro: MicroStep | None = None
         last = False
 
         for batch, last in micro_batches:
             times.mark("data")
             hooks.before_batch(batch, last)
-            kept.append(KeptBatch(batch, rng.capture(self.device)))  # for `sbkit rerun`, if something is not finite
+            batches.append(KeptBatch(batch, rng.capture(self.device)))  # for `sbkit rerun`, if something is not finite
             micro = self.runner.micro_step(batch, last)
             sums.add(micro.row, micro.names)
             if last:
                 break
             hooks.after_batch(batch, micro.outputs, micro.objectives, last)
             micro = None  # the next micro-batch needs its memory
-        if not kept:
+        if not batches:
             return False
         if not last:  # the epoch ended within an accumulation of which nobody knew the length
             self.parallel.finish()
@@ -188,7 +175,7 @@ class Trainer:
             equality.warn_unreached(self.modules, hooks.recipe, state.unreached)
         values = self.runner.update(totals)
         number = state.count_step(self.runner.updates)
-        self._arriving.append(_Arriving(Peek(values), sums.names, kept, number))
+        self.arriving.add(values, sums.names, batches, number)
         times.mark("optimizer")
         if last:
             assert micro is not None
@@ -198,12 +185,12 @@ class Trainer:
     def flags(self) -> torch.Tensor:
         """Return what this rank asks for with a step: a 1 on the device for each of ``FLAGS`` that it raises."""
         minutes = self.settings.save_minutes if self.hooks.checkpointer is not None else 0
-        stop = self.asked_to_stop
-        save = minutes > 0 and time.monotonic() - self.state.saved_at > 60 * minutes and ranks.is_main()
-        changed = self.parallel.disagrees
-        if not (stop or save or changed):
-            return self._no_flags
-        return torch.tensor([stop, save, changed], dtype=torch.float32, device=self.device)
+        save_is_due = minutes > 0 and time.monotonic() - self.state.saved_at > 60 * minutes
+        raised = {"stop": self.asked_to_stop, "save": save_is_due and ranks.is_main(),
+                  "parameters": self.parallel.disagrees}
+        if not any(raised.values()):
+            return self._no_flags  # a copy from the host less in nearly all steps
+        return torch.tensor([raised[name] for name in FLAGS], dtype=torch.float32, device=self.device)
 
     # ------------------------------------------------------------ an epoch
 
@@ -213,13 +200,16 @@ class Trainer:
         self.set_up(self.parallel)  # hooks may have made optimizers
         self.hooks.open_step(state.optimizer_step + 1)
         self.buffers = Buffers(self.modules)
-        state.first_step_checked, state.validates, state.largest_tried = False, validates, False
+        state.first_step_checked = False
+        state.validates = validates
+        state.largest_tried = False
         if state.graph_changes:
             self.parallel.agree_each_time()
 
     def train_epoch(self, train_set: DataSource, epoch: int, show: bool) -> None:
         """Train the rest of an epoch; ``show``: whether to show a progress bar."""
-        hooks, state = self.hooks, self.state
+        hooks = self.hooks
+        state = self.state
         state.epoch = epoch
         hooks.open_epoch(epoch)
         self.freezing.train()
@@ -235,7 +225,8 @@ class Trainer:
         if not state.step:
             state.began = time.monotonic()
 
-        progress = self._progress = self._new_progress(batches, epoch, show)
+        progress = self._new_progress(batches, epoch, show)
+        self._progress = progress
         with progress:
             self.take_steps(self._micro_batches(batches, progress), progress, train_set, epoch)
             self.take_results(wait=True)
@@ -257,7 +248,8 @@ class Trainer:
         state.end_training()
 
     def _new_progress(self, batches: EpochBatches, epoch: int, show: bool) -> Progress:
-        hooks, state = self.hooks, self.state
+        hooks = self.hooks
+        state = self.state
         # A second of audio takes fewer FLOPs while parts are frozen that will train.
         thaws = any(turn > state.optimizer_step for turn in self.freezing.unfreeze_steps)
         return Progress(
@@ -272,7 +264,7 @@ class Trainer:
     def take_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
                    epoch: int) -> None:
         """Take the epoch's steps, and do what is due after each."""
-        while not self.begin_step(train_set, epoch):
+        while self.prepare_step(train_set, epoch):
             if not self.train_step(micro_batches):
                 return
             self.begin_next_update()
@@ -280,9 +272,9 @@ class Trainer:
 
     def begin_next_update(self) -> None:
         """Let the hooks end an update and begin the next one."""
-        done = self.state.optimizer_step
-        self.hooks.end_step(done)
-        self.hooks.open_step(done + 1)
+        number = self.state.optimizer_step
+        self.hooks.end_step(number)
+        self.hooks.open_step(number + 1)
 
     def _micro_batches(self, epoch_batches: EpochBatches, progress: Progress) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield the epoch's micro-batches, each with whether its step ends with it."""
@@ -292,20 +284,26 @@ class Trainer:
         for batch in batches:
             state.step += 1
             state.batches_since_save += 1
-            settings, planned = self.settings, is_last(batch)
-            last = state.step % settings.grad_accumulation_factor == 0 if planned is None else planned
+            settings = self.settings
+            planned = is_last(batch)
+            if planned is None:
+                last = state.step % settings.grad_accumulation_factor == 0
+            else:
+                last = planned
             last = last or state.step == state.last_batch
             progress.count(batch, 1 if planned is None else int(last))
             yield batch, last
             if state.step == settings.batch_limit:
                 return
 
-    def begin_step(self, train_set: DataSource, epoch: int) -> bool:
-        """Thaw what trains from this step on; return True if the run has taken as many steps as it may."""
-        state, limit, thaws_at = self.state, self.settings.step_limit, self.freezing.next_change
+    def prepare_step(self, train_set: DataSource, epoch: int) -> bool:
+        """Thaw what trains from this step on; return False if the run has taken as many steps as it may."""
+        state = self.state
+        limit = self.settings.step_limit
+        thaws_at = self.freezing.next_change
         if limit is not None and state.optimizer_step >= limit:
             logger.info("Train iteration limit exceeded")
-            return True
+            return False
         if thaws_at is not None and state.optimizer_step >= thaws_at:
             self.freezing.update(state.optimizer_step)
             self.freezing.train()
@@ -315,11 +313,12 @@ class Trainer:
             self.runner.reset()
             state.first_step_checked = False
             self._try_largest(train_set, epoch)
-        return False
+        return True
 
     def between_steps(self, asked: set[str], progress: Progress) -> None:
         """Do what is due between two steps, and what any rank has asked for with a step before."""
-        state, checkpointer = self.state, self.hooks.checkpointer
+        state = self.state
+        checkpointer = self.hooks.checkpointer
         if not state.first_step_checked:
             state.first_step_checked = True
             self.buffers.detect_changes()
@@ -350,88 +349,39 @@ class Trainer:
     # ------------------------------------------------------------ what fits into memory
 
     def _try_largest(self, train_set: DataSource, epoch: int) -> None:
-        """End the run with one message if a micro-batch of its plan doesn't fit into memory, hours before it comes.
+        """End the run if a micro-batch of its plan doesn't fit into memory, hours before it comes.
 
-        All ranks try the largest of any rank, so they decide alike. Nothing that training depends on is changed. On a
-        CPU there is nothing to find out, unless the memory of this process is limited.
+        On a CPU there is nothing to find out, unless the memory of this process is limited.
         """
-        if not hasattr(train_set, "largest") or not (self.device.type == "cuda" or memory.bounded()):
-            return
-        problem = ""
-
-        def failed(batch: MicroBatch) -> bool:
-            fits = self.fits(batch)
-            # Others may wait for this rank within the model, where they can't learn that it failed: it ends the run.
-            if not ranks.barrier("tried", None if fits else TRIAL_SECONDS):
-                raise SbkitError(problem, hint="set max_batch_seconds to less (sbkit tune finds the limit), or try "
-                                               "activation_checkpointing", exit_code=1)
-            return ranks.any_of({"failed": not fits})["failed"]
-
-        for batch in train_set.largest(epoch):
-            problem = f"out of memory on {self.device} with the run's largest micro-batch: {len(batch.ids)} " \
-                      f"utterances, {batch.padded_seconds:.0f} s with padding ({batch.ids[0]} and others)"
-            if not failed(batch):
-                continue
-            size = len(batch) // 2
-            while size > 1 and failed(rows(batch, 0, size)):
-                size //= 2
-            hint = f"set max_batch_seconds to {size * batch.padded_seconds / len(batch):.0f} (sbkit tune finds the " \
-                   "exact limit), or try activation_checkpointing"
-            if size < 2:
-                hint = "set max_batch_seconds to less: a single utterance fits at most, so leave out long ones " \
-                       "(max_duration), or try activation_checkpointing"
-            ranks.raise_on_main(SbkitError(problem, hint=hint, exit_code=1))
+        if hasattr(train_set, "largest") and (self.device.type == "cuda" or memory.bounded()):
+            largest.refuse_too_large(train_set.largest(epoch), self.fits, self.device)
 
     def fits(self, batch: MicroBatch) -> bool:
         """Return whether forward and backward of a micro-batch fit into memory, beside the optimizer's states."""
-        try:
-            with self.hooks.restoring(), self.parallel.accumulating():
-                known = set().union(*(optimizer.state for optimizer in self.hooks.optimizers()))
-                # Two tensors for each parameter, as Adam has them.
-                held = [torch.empty_like(p) for p in self.modules.parameters()
-                        if p.requires_grad and p not in known for _ in range(2)]
-                batch = batch.to(self.device)
-                self.hooks.before_batch(batch, True)  # in which a recipe may prepare what its forward needs
-                self.parallel.loss_of(batch).loss.total.backward()
-                del held
-            return True
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        release(self.device)  # outside of the handler, whose frames hold the step's tensors
-        return False
+        return largest.fits(batch, self.hooks, self.parallel, self.device)
 
     # ------------------------------------------------------------ what the host learns of steps
 
     def take_results(self, wait: bool = False) -> set[str]:
         """Take in the steps whose values have arrived, all but the newest or all with ``wait``.
 
-        This depends only on the number of steps, so all ranks get the same steps at the same point. Returns what any
-        rank asked for with them.
+        Returns what any rank asked for with them, see ``results.FLAGS``.
         """
         asked: set[str] = set()
-        while len(self._arriving) > (0 if wait else self.lag):
-            late = len(self._arriving) - 1
-            arrived = self._arriving.pop(0)
-            # As ``Eager.update`` has put them together.
-            norm, skipped, scale, sum_scale, total, count, *rest = arrived.values.numpy().tolist()
-            pairs = zip(rest[::2], rest[1::2], strict=False)  # flags come behind them
-            extras = dict(zip(arrived.names, pairs, strict=False))
-            result = StepResult(total, count, norm, skipped > 0, scale, sum_scale, extras, arrived.batches,
-                                number=arrived.number, late=late)
+        for result, flags in self.arriving.take(wait):
             self.state.mean_loss.add(result.total, result.count)
             if self._progress is not None:
                 self._progress.step(result)
             self.hooks.close_step(result)
             if result.failed:
                 self._report_failure(result)
-            flags = rest[2 * len(arrived.names):]
-            asked.update(name for name, raised in zip(FLAGS, flags, strict=True) if raised)
+            asked |= flags
         return asked
 
     def _report_failure(self, result: StepResult) -> None:
         """Say why a step was not finite, and end the run if there were too many of them."""
-        state, patience = self.state, self.settings.nonfinite_patience
+        state = self.state
+        patience = self.settings.nonfinite_patience
         state.nonfinite_count += 1
         what = "gradient" if math.isfinite(result.total) else "loss"
         report = f"its {what} is not finite (with fsdp, a rank can't examine it alone)"
@@ -447,8 +397,7 @@ class Trainer:
 
     def mean_loss(self) -> float:
         """Return the mean training loss of the epoch so far, over all ranks; waits for the device."""
-        return self.state.mean_loss.value(arrived.values.numpy().tolist()[_TOTAL_AND_COUNT]
-                                          for arrived in self._arriving)
+        return self.state.mean_loss.value(self.arriving.losses())
 
     # ------------------------------------------------------------ saving and leaving
 
@@ -479,17 +428,20 @@ class Trainer:
 
     def save_and_stop(self) -> None:
         """Save a checkpoint and end the run, after a signal to any rank."""
-        own = None if self.signals is None else self.signals.signum
-        signum = next(each for each in ranks.gather_objects(own) if each is not None)
-        saved, checkpointer = None, self.hooks.checkpointer
+        signum_here = None if self.signals is None else self.signals.signum
+        signum = next(signum for signum in ranks.gather_objects(signum_here) if signum is not None)
+        saved: Checkpoint | None = None
+        checkpointer = self.hooks.checkpointer
         if checkpointer is not None:
             saved = ranks.run_on_main(checkpointer.publish)
             if saved is None:
                 self._save()
                 saved = checkpointer.wait()
         state = self.state
-        place = f"step {state.optimizer_step}" if state.optimizer_step else f"batch {state.step} of epoch {state.epoch}"
-        stopped = Stopped.by(signum, place, saved and saved.path)  # a recipe's own step may count none
+        place = f"step {state.optimizer_step}"
+        if not state.optimizer_step:  # a recipe's own step may count none
+            place = f"batch {state.step} of epoch {state.epoch}"
+        stopped = Stopped.by(signum, place, None if saved is None else saved.path)
         if self.hooks.locks_folder and ranks.is_main():
             logger.warning("%s", stopped)  # of a script, for which Python prints nothing
         ranks.raise_on_main(stopped)

@@ -190,7 +190,7 @@ class Weights(ToyBrain):
 def bad_third_step(folder, lag=None, **options):
     """A run whose third step is not finite, what it told, and what it saved."""
     toy = brain(Weights, hparams={"output_folder": str(folder)}, nonfinite_patience=3, **options)
-    toy.trainer.lag = toy.trainer.lag if lag is None else lag
+    toy.trainer.arriving.lag = toy.trainer.arriving.lag if lag is None else lag
     toy.fit([1], ToyTrainLoader(6, touch=lambda batch: batch.x.fill_(math.nan if batch.step == 2 else 1.0)))
     (bad_batch,) = folder.glob("bad_batches/*")
     kept = load_file(bad_batch / "model.safetensors")["model.0.weight"]
@@ -266,7 +266,7 @@ def test_what_counts_host_syncs_finds_them():
         toy.trainer.train_step(iter([(next(ToyTrainLoader().at(1)), True)]))
     text = "\n".join(syncs.found)
     assert "Tensor.item" in text and "aten.index" in text and "__float__" in text
-    assert "train/step.py" in text  # an optimizer that can't skip by itself is the one wait there is
+    assert "train/update.py" in text  # an optimizer that can't skip by itself is the one wait there is
 
 
 def test_an_epoch_s_last_accumulation_is_a_step_weighted_by_its_size():

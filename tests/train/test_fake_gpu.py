@@ -22,7 +22,7 @@ from sbkit.nn import ctc
 from sbkit.recipe import load
 from sbkit.recipe.trace import fake_tensors
 from sbkit.tasks.ctc import CTC
-from sbkit.train import precision, rng, trainer
+from sbkit.train import precision, results, rng
 from sbkit.train.trainer import Trainer
 
 CUDA = torch.device("cuda:0")
@@ -37,7 +37,7 @@ def losses_on_the_device(log_probs, targets, input_lengths, target_lengths, blan
 def peeked(monkeypatch):
     """Tensors that are copied aside for the host."""
     found = []
-    monkeypatch.setattr(trainer, "Peek", found.append)
+    monkeypatch.setattr(results, "Peek", found.append)
     monkeypatch.setattr(ctc, "kernels_work", lambda device, block: True)
     monkeypatch.setattr(ctc, "by_kernels", losses_on_the_device)
     return found

@@ -23,7 +23,8 @@ from sbkit.errors import SbkitError
 from sbkit.train.muon import Muon
 from sbkit.train.optim import fused
 from sbkit.train.precision import Scaled, Scaler
-from sbkit.train.step import Loss, as_loss, is_last, skips_itself, update, write_rates
+from sbkit.train.step import Loss, as_loss, is_last
+from sbkit.train.update import skips_itself, update, write_rates
 
 
 def model():
@@ -269,7 +270,7 @@ def test_values_of_a_step_arrive_one_step_later_where_a_device_runs_behind():
             known.append((result.number, self.optimizer_step, result.late))
 
     toy = brain(Noting)
-    toy.trainer.lag = 1
+    toy.trainer.arriving.lag = 1
     toy.fit([1], ToyTrainLoader(3))
     assert known == [(1, 2, 1), (2, 3, 1), (3, 3, 0)]
 

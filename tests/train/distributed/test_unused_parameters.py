@@ -75,7 +75,7 @@ class LateOnACard(Late):
     since = 2
 
     def on_stage_start(self, stage, epoch=None):
-        self.trainer.lag = 1
+        self.trainer.arriving.lag = 1
 
 
 @pytest.mark.parametrize("cls", [Late, LateOnACard])

@@ -12,9 +12,8 @@ from toys import ToyBatch, ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, br
 
 from sbkit.errors import SbkitError
 from sbkit.system import memory
-from sbkit.train import trainer
 from sbkit.train.distributed import ranks
-from sbkit.train.memory import oom
+from sbkit.train.memory import largest, oom
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +125,7 @@ def test_a_step_that_did_not_fit_leaves_nothing_behind():
 
 
 def narrow_second(hparams, normalised):
-    memory.bounded, trainer.TRIAL_SECONDS = lambda: True, 2.0  # in this process alone
+    memory.bounded, largest.TRIAL_SECONDS = lambda: True, 2.0  # in this process alone
     model = layers()
     if normalised:
         model[0] = torch.nn.Sequential(model[0], torch.nn.BatchNorm1d(8))
