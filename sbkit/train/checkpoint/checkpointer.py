@@ -1,9 +1,13 @@
-"""SpeechBrain's Checkpointer, with safe writes: each checkpoint is complete or absent, and damaged ones are skipped."""
+"""SpeechBrain's Checkpointer, with safe writes: each checkpoint is complete or absent, and damaged ones are skipped.
+
+``Checkpointer`` says what is done on which rank, and in which order. What it builds on has files of its own: folders on
+disk (``files``), a checkpoint that is being written and the thread that writes it (``pending``), states and hooks
+(``state``), and which checkpoint is the most important (``ranking``).
+"""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from speechbrain.utils import checkpoints as stock
-from speechbrain.utils.checkpoints import METAFNAME, PARAMFILE_EXT, Checkpoint, ckpt_recency
+from speechbrain.utils.checkpoints import PARAMFILE_EXT, Checkpoint, ckpt_recency
 from speechbrain.utils.distributed import MainProcessContext, get_rank, main_process_only
 from speechbrain.utils.epoch_loop import EpochCounter
 
 from sbkit.system import disk
-from sbkit.train.checkpoint import files
+from sbkit.train.checkpoint import files, ranking
 from sbkit.train.checkpoint.files import CheckpointError
 from sbkit.train.checkpoint.pending import BackgroundWriter, PendingCheckpoint, plain
+from sbkit.train.checkpoint.ranking import Importance
 from sbkit.train.checkpoint.state import TENSORS, Hook, NotLoaded, hook_for, load_recoverable, unsaved_state
 from sbkit.train.distributed import ranks
 
@@ -29,10 +34,8 @@ VISIBLE_WITHIN = 30  # seconds until a network disk shows another node's folder
 PATIENCE = 3  # mid-epoch saves in a row that fail on a full disk, before this is an error
 _HELD = f"{stock.CKPT_PREFIX}+held"  # hidden folder of a checkpoint that is held
 _MAIN_ONLY = main_process_only(len).__code__  # identifies hooks that SpeechBrain runs on rank 0 only
-_ERROR_RATES = ("WER", "CER")  # in percent
 
 Predicate = Callable[[Checkpoint], bool]
-Importance = Callable[[Checkpoint], Any]
 
 
 class Checkpointer(stock.Checkpointer):
@@ -82,11 +85,12 @@ class Checkpointer(stock.Checkpointer):
 
     def _set_up(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
+        # The rest is of rank 0, which alone writes; the background thread sets the two about the last save.
         self.writer = BackgroundWriter()
-        self._failures = 0
-        self._saved: Checkpoint | None = None
+        self._saved: Checkpoint | None = None  # by the last save, unless the disk was full
+        self._failures = 0  # saves in a row that have failed on a full disk
         self._held: PendingCheckpoint | None = None
-        self._warned: set[str] = set()
+        self._warnings_given: set[str] = set()
         if get_rank() in (None, 0):
             for name in files.sweep(self.checkpoints_dir):
                 logger.info("Removed %s, which a killed run left in %s", name, self.checkpoints_dir)
@@ -132,10 +136,16 @@ class Checkpointer(stock.Checkpointer):
         self, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int,
         tidy: Callable[[], None] | None = None, keys: Sequence[str] = (),
     ) -> Checkpoint | None:
-        """Collect states on all ranks; rank 0 writes them to a hidden folder, and publishes it.
+        """Save on all ranks, in four parts:
+
+        1. rank 0 makes a hidden folder (``begin``); without one, no rank saves;
+        2. all ranks collect states, and run hooks that write to that folder; if one of them finds its disk full, rank 0
+           gives the folder up (``refuse``);
+        3. rank 0 writes the states and publishes the folder (``finish``), now or in the background;
+        4. a key that no checkpoint has is an error only now: the epoch is saved, and nothing was deleted by it.
 
         tidy : called on rank 0 after saving, to delete other checkpoints
-        keys : meta keys that ``tidy`` uses; a key that no checkpoint has is an error, raised after saving
+        keys : meta keys that ``tidy`` uses
         """
         pending: PendingCheckpoint | None = None  # stays None on the other ranks
 
@@ -176,7 +186,7 @@ class Checkpointer(stock.Checkpointer):
                 saved = ranks.run_on_main(finish)
             elif pending is not None:
                 self.writer.start(finish)
-            if key_error is not None:  # the epoch is saved, and nothing was deleted by a wrong key
+            if key_error is not None:
                 ranks.run_on_main(self.writer.wait)
                 ranks.raise_on_main(key_error)
         return pending.result if pending is not None and saved else None
@@ -212,7 +222,8 @@ class Checkpointer(stock.Checkpointer):
         Only the main process holds anything. It writes in the background, which it outlives if another rank fails.
         """
         self.writer.wait()
-        pending, self._held = self._held, None
+        pending = self._held
+        self._held = None
         if pending is None:
             return None
         meta_of_held = pending.meta
@@ -255,7 +266,7 @@ class Checkpointer(stock.Checkpointer):
 
         After such an error the other hooks still run, because other ranks may wait for this one inside them.
         """
-        disk_error = None
+        disk_error: OSError | None = None
         for name, obj in self.recoverables.items():
             path = folder / f"{name}{PARAMFILE_EXT}"
             hook: Any = hook_for(  # SpeechBrain's have different arguments
@@ -281,6 +292,7 @@ class Checkpointer(stock.Checkpointer):
         return next(filter(None, ranks.gather_objects(disk_error)), None)
 
     def _finish(self, pending: PendingCheckpoint, tidy: Callable[[], None] | None) -> bool:
+        """Write and publish on rank 0, then tidy up; return False after a failure that is only a warning."""
         try:
             pending.write()
         except Exception as error:
@@ -316,8 +328,8 @@ class Checkpointer(stock.Checkpointer):
                        failure.message, PATIENCE, self._failures)
 
     def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+        if message not in self._warnings_given:
+            self._warnings_given.add(message)
             logger.warning(message)
 
     # ------------------------------------------------------------ deleting
@@ -343,17 +355,15 @@ class Checkpointer(stock.Checkpointer):
         """Delete checkpoints; ``keep_key``: the meta key of those that stay whatever their rank."""
         if num_to_keep < 0:
             raise ValueError("Number of checkpoints to keep must be positive.")
-        ranked = [
+        rankings = [
             *(self._rank(min_key=key, ckpt_predicate=ckpt_predicate) for key in min_keys),
             *(self._rank(max_key=key, ckpt_predicate=ckpt_predicate) for key in max_keys),
             *(self._rank(key, ckpt_predicate=ckpt_predicate) for key in importance_keys),
         ]
-        to_keep = {ckpt.path for ckpts in ranked for ckpt in ckpts[:num_to_keep]}
-        obsolete = {ckpt.path: ckpt for ckpts in ranked for ckpt in ckpts if ckpt.path not in to_keep}
-        for ckpt in obsolete.values():
-            if keep_key is None or not ckpt.meta.get(keep_key):
-                files.delete(Path(ckpt.path))
-                logger.log(verbosity, "Deleted checkpoint in %s", ckpt.path)
+        for checkpoint in ranking.obsolete(rankings, num_to_keep):
+            if keep_key is None or not checkpoint.meta.get(keep_key):
+                files.delete(Path(checkpoint.path))
+                logger.log(verbosity, "Deleted checkpoint in %s", checkpoint.path)
 
     # ------------------------------------------------------------ finding
 
@@ -380,27 +390,7 @@ class Checkpointer(stock.Checkpointer):
 
     def _rank(self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
               ckpt_predicate: Predicate | None = None) -> list[Checkpoint]:
-        """Sort checkpoints by importance and then by time; with a key, keep only those that have it.
-
-        Error rates of 100 % and more count as equal: empty transcripts have 100 %, and those of a model that has learnt
-        some letters may have more. Of such checkpoints the one with the lowest loss is the best.
-        """
-        if sum(map(bool, (importance_key, max_key, min_key))) > 1:
-            raise ValueError("Must specify only one of 'importance_key', 'max_key', and 'min_key'.")
-        newest_first = sorted(filter(ckpt_predicate, self._readable()), key=ckpt_recency, reverse=True)
-        key = max_key or min_key
-        if not key:
-            return sorted(newest_first, key=importance_key or ckpt_recency, reverse=True)
-
-        def value(ckpt: Checkpoint) -> tuple[float, float]:  # NaN and values that are no number come last
-            metric, loss = ckpt.meta[key], ckpt.meta.get("loss")
-            if not isinstance(metric, (int, float)) or math.isnan(metric):
-                return -math.inf, 0.0
-            if min_key in _ERROR_RATES and metric >= 100 and isinstance(loss, (int, float)):
-                return -100.0, -math.inf if math.isnan(loss) else -loss
-            return metric if max_key else -metric, 0.0
-
-        return sorted((ckpt for ckpt in newest_first if key in ckpt.meta), key=value, reverse=True)
+        return ranking.ranked(filter(ckpt_predicate, self._readable()), importance_key, max_key, min_key)
 
     def _readable(self) -> list[Checkpoint]:
         readable, unreadable = files.readable_checkpoints(self._list_checkpoint_dirs())
@@ -409,13 +399,7 @@ class Checkpointer(stock.Checkpointer):
         return readable
 
     def _unknown_key(self, keys: Iterable[str | None], metas: Sequence[Mapping[str, Any]]) -> CheckpointError | None:
-        """Return the error for the first of ``keys`` that none of the meta files has; None if there is no such key."""
-        unknown = next((key for key in keys if key and not any(key in meta for meta in metas)), None)
-        if unknown is None or not metas:
-            return None
-        known = sorted({key for meta in metas for key in meta} - {"unixtime", "end-of-epoch"})
-        return CheckpointError(f"no checkpoint in {self.checkpoints_dir} has {unknown!r} in its {METAFNAME}",
-                               hint=f"existing keys: {', '.join(known) or 'none'}")
+        return ranking.unknown_key(keys, metas, self.checkpoints_dir)
 
     # ------------------------------------------------------------ recovering
 
@@ -429,57 +413,70 @@ class Checkpointer(stock.Checkpointer):
         recipes that name one by mistake test what they have just trained: so does this, with a warning.
         """
         skipped: dict[Path, str] = {}
-
-        def skip(ckpt: Checkpoint, reason: str) -> None:
-            skipped[ckpt.path] = reason
-            if ranks.is_main():
-                logger.warning("Skipping the checkpoint %s: %s", ckpt.path, reason)
-
-        def choose() -> Checkpoint | None:
-            self.writer.wait()
-            metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._readable())]
-            unknown = self._unknown_key([max_key, min_key], metas)
-            if unknown is not None:
-                logger.warning("%s. So no checkpoint is loaded, as in SpeechBrain, and the weights stay those at hand: "
-                               "after training the last ones, otherwise the initial ones", unknown)
-                return None
-            for ckpt in self.find_checkpoints(importance_key, max_key, min_key, ckpt_predicate):
-                if ckpt.path in skipped:
-                    continue
-                reason = files.damage(ckpt.path)
-                # Without sums it is SpeechBrain's, which may have been killed while saving.
-                if reason is None and not (ckpt.path / files.SUMS_NAME).exists():
-                    required = filter(self._is_required, self.recoverables)
-                    missing = [name for name in required if name not in ckpt.paramfiles]
-                    if missing:
-                        reason = f"it holds no {', '.join(missing)}"
-                if reason is None:
-                    return ckpt
-                skip(ckpt, reason)
-            _, unreadable = files.readable_checkpoints(self._list_checkpoint_dirs())
-            skipped.update(unreadable)
-            if not skipped:
-                return None
-            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped.items())
-            raise CheckpointError(f"no checkpoint in {self.checkpoints_dir} can be used ({reasons})",
-                                  hint="restore one of them, or move them away to start from scratch")
-
         with ranks.failing_together():
             while True:
-                chosen = ranks.run_on_main(choose)
+                chosen = ranks.run_on_main(self._choose, importance_key, max_key, min_key, ckpt_predicate, skipped)
                 if chosen is None:
                     return None
-                problem: str | None = None
-                try:
-                    self._call_load_hooks(chosen)
-                except NotLoaded as error:
-                    if (chosen.path / files.SUMS_NAME).exists():
-                        raise
-                    problem = str(error)  # without checksums, only loading shows damage
-                problem = next(filter(None, ranks.gather_objects(problem)), None)
+                problem = self._try_to_load(chosen)
                 if problem is None:
                     return chosen
-                skip(chosen, problem)
+                self._skip(chosen, problem, skipped)
+
+    def _choose(self, importance_key: Importance | None, max_key: str | None, min_key: str | None,
+                ckpt_predicate: Predicate | None, skipped: dict[Path, str]) -> Checkpoint | None:
+        """Return the most important checkpoint that looks undamaged; None if there is none, or none has the metric.
+
+        skipped : those that can't be used, with the reason; more are added
+        """
+        self.writer.wait()
+        metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._readable())]
+        unknown = self._unknown_key([max_key, min_key], metas)
+        if unknown is not None:
+            logger.warning("%s. So no checkpoint is loaded, as in SpeechBrain, and the weights stay those at hand: "
+                           "after training the last ones, otherwise the initial ones", unknown)
+            return None
+        for ckpt in self.find_checkpoints(importance_key, max_key, min_key, ckpt_predicate):
+            if ckpt.path in skipped:
+                continue
+            reason = files.damage(ckpt.path) or self._lacks(ckpt)
+            if reason is None:
+                return ckpt
+            self._skip(ckpt, reason, skipped)
+
+        _, unreadable = files.readable_checkpoints(self._list_checkpoint_dirs())
+        skipped.update(unreadable)
+        if not skipped:
+            return None
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped.items())
+        raise CheckpointError(f"no checkpoint in {self.checkpoints_dir} can be used ({reasons})",
+                              hint="restore one of them, or move them away to start from scratch")
+
+    def _lacks(self, ckpt: Checkpoint) -> str | None:
+        """Return what a checkpoint of SpeechBrain's lacks, which may have been killed while saving; None if nothing."""
+        if (ckpt.path / files.SUMS_NAME).exists():
+            return None
+        missing = [name for name in filter(self._is_required, self.recoverables) if name not in ckpt.paramfiles]
+        return f"it holds no {', '.join(missing)}" if missing else None
+
+    def _skip(self, ckpt: Checkpoint, reason: str, skipped: dict[Path, str]) -> None:
+        skipped[ckpt.path] = reason
+        if ranks.is_main():
+            logger.warning("Skipping the checkpoint %s: %s", ckpt.path, reason)
+
+    def _try_to_load(self, ckpt: Checkpoint) -> str | None:
+        """Load a checkpoint on all ranks; return why it could not be loaded on one of them, the same on all.
+
+        Only without checksums does loading show damage; with them it is an error.
+        """
+        problem: str | None = None
+        try:
+            self._call_load_hooks(ckpt)
+        except NotLoaded as error:
+            if (ckpt.path / files.SUMS_NAME).exists():
+                raise
+            problem = str(error)
+        return next(filter(None, ranks.gather_objects(problem)), None)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Load a given checkpoint."""
