@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 SAMPLE_RATE = 16_000
 #: By what int16 samples are divided, as libsndfile does.
 FULL_SCALE = 2**15
-#: The id of the rows of a stand-in batch, whose weight is 0.
-STAND_IN = "<stand-in>"
+#: The id of rows of a dummy batch, and of rows that fill a shape.
+DUMMY_ID = "<stand-in>"
 
 
 class PlannedBatch:
@@ -81,17 +81,17 @@ class Batch(PlannedBatch):
     micro: int = 0
     micros: int = 1
     weight: float = 1.0
-    """0.0 for a stand-in, which a rank without data for this step computes to take part in it; 1.0 for any batch that
-    is padded to a shape."""
+    """0.0 for a dummy batch, which a rank without data for this step computes to take part in it; 1.0 for any batch
+    that is padded to a shape."""
     real: Tensor = None  # type: ignore[assignment]  # set below
-    """``[B]`` bool, True for utterances, False for rows that fill a shape or stand in: a loss must count none of these.
-    """
+    """``[B]`` bool, True for utterances, False for rows that fill a shape or are those of a dummy batch: a loss must
+    count none of these."""
     damaged: list[tuple[str, str]] = field(default_factory=list)
     """(id, reason) of every utterance that belongs here and could not be read."""
     goes_on: list[tuple[str, str]] = field(default_factory=list)
     """(id, what is wrong) of every utterance whose recording goes on after what its row says."""
     samples: int = 0
-    """Sum of ``signal_lengths``, known on the CPU; 0 for a stand-in."""
+    """Sum of ``signal_lengths``, known on the CPU; 0 for a dummy batch."""
     sample_rate: int = SAMPLE_RATE
     beyond_shape: bool = False
     """Whether it is larger than the shape of its step, because a recording is longer than its row says."""
@@ -103,9 +103,9 @@ class Batch(PlannedBatch):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the fields of a pickled batch; one that an earlier version saved for ``sbkit rerun`` lacks the newest.
         """
-        for known in dataclasses.fields(self):
-            if known.default_factory is not dataclasses.MISSING:  # other defaults are attributes of the class
-                setattr(self, known.name, known.default_factory())
+        for declared in dataclasses.fields(self):
+            if declared.default_factory is not dataclasses.MISSING:  # other defaults are attributes of the class
+                setattr(self, declared.name, declared.default_factory())
         vars(self).update(state)
 
     def __len__(self) -> int:
@@ -181,11 +181,11 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # of the sa
     return value  # texts and numbers
 
 
-def stand_in(*, utterances: int = 1, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place: Any) -> Batch:
+def dummy_batch(*, utterances: int = 1, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place: Any) -> Batch:
     """A batch of weight 0: a second of faint noise and a token in each row, so that every loss stays finite."""
     signals = 1e-3 * torch.randn(utterances, sample_rate, generator=torch.Generator().manual_seed(0))
     return Batch(
-        ids=[STAND_IN] * utterances, signals=signals, signal_lengths=torch.full((utterances,), sample_rate),
+        ids=[DUMMY_ID] * utterances, signals=signals, signal_lengths=torch.full((utterances,), sample_rate),
         tokens=torch.ones(utterances, int(tokens), dtype=torch.long),
         token_lengths=torch.full((utterances,), int(tokens)), texts=[""] * utterances, weight=0.0, samples=0,
         sample_rate=sample_rate, **place,
@@ -193,7 +193,7 @@ def stand_in(*, utterances: int = 1, tokens: bool = True, sample_rate: int = SAM
 
 
 @functools.cache
-def _copies(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """The one stream for all copies to a device: the allocator doesn't reuse the memory of one stream for another."""
     return torch.cuda.Stream(device)
 
@@ -214,7 +214,7 @@ class DevicePrefetcher:
             for batch in self.batches:
                 yield batch.to(self.device)
             return
-        stream = _copies(self.device)
+        stream = _copy_stream(self.device)
         current = None
         for batch in self.batches:
             with torch.cuda.stream(stream):

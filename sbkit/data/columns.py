@@ -20,11 +20,16 @@ class LabelColumn:
 
     classes: the recipe's key that lists all labels of the training set; a run fills the list if it is null.
         ``batch.labels`` then has the index of each text in it, ``[B]`` int64; -1 in dev and test for an unknown one.
-    stand_in: the text of stand-in batches, with which a recipe is checked.
+    dummy: the text in dummy batches, with which a recipe is checked.
     """
 
     classes: str | None = None
-    stand_in: str = ""
+    dummy: str = ""
+
+    def __repr__(self) -> str:
+        # The fingerprint of a prepared corpus holds this text, so the field keeps its former name here: with another
+        # text, every corpus with labels would be prepared again.
+        return f"LabelColumn(classes={self.classes!r}, stand_in={self.dummy!r})"
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,10 @@ class BatchColumns:
     def __init__(self, declared: Declared, keys: object = None):
         corpus = vars(keys).get("corpus") if hasattr(keys, "__dict__") else None
         self._tags: Declared = getattr(corpus, "tags", {})  # a mixture's
-        self.declared = declared = {**self._tags, **declared}
-        self.signals = {name: column for name, column in declared.items() if isinstance(column, SignalColumn)}
-        self.texts = {name: column.classes for name, column in declared.items() if isinstance(column, LabelColumn)}
+        self.declared: Declared = {**self._tags, **declared}
+        self.signals = {name: column for name, column in self.declared.items() if isinstance(column, SignalColumn)}
+        self.texts = {name: column.classes for name, column in self.declared.items() if isinstance(column, LabelColumn)}
+        """The recipe's key for the classes of each column of labels; None: it has none."""
         self.classes: dict[str, Sequence[str]] = {}
         for name, key in self.texts.items():
             if key is None:
@@ -93,12 +99,12 @@ class BatchColumns:
             if not values:
                 continue
             column = train.column(name)
-            known = column.is_in(values)
-            if not known.all():
-                row = int(np.flatnonzero(~known)[0])
+            is_listed = column.is_in(values)
+            if not is_listed.all():
+                row = int(np.flatnonzero(~is_listed)[0])
                 raise SbkitError(
                     f"{self.texts[name]} doesn't list {shown(column[row])}, the {name} of {train.ids[row]} and of "
-                    f"{int((~known).sum()) - 1:,} more rows of the training set", hint="list all of them")
+                    f"{int((~is_listed).sum()) - 1:,} more rows of the training set", hint="list all of them")
 
     def longest(self, manifest: Manifest, durations: np.ndarray) -> np.ndarray:
         """The longest signal of each row, in seconds, where ``durations`` are those of the rows' recordings."""
@@ -116,13 +122,21 @@ class BatchColumns:
         return {name: torch.tensor([numbers.get(text, -1) for text in texts[name]])
                 for name, numbers in self._numbers.items()}
 
-    def stand_in(self, signals: Tensor, lengths: Tensor, *, noise: bool = False) -> dict[str, Any]:
-        """Make valid ``columns`` and ``labels`` for a stand-in batch of these signals; with ``noise``, random ones."""
-        columns: dict[str, Any] = {
-            name: Padded(0.1 * torch.randn(signals.shape) if noise else signals.clone(), lengths.clone())
-            if isinstance(column, SignalColumn) else [column.stand_in] * len(signals)
-            for name, column in self.declared.items()}
+    def dummy(self, signals: Tensor, lengths: Tensor, *, noise: bool = False) -> dict[str, Any]:
+        """Make valid ``columns`` and ``labels`` for a dummy batch of these signals; with ``noise``, random ones."""
         count = len(signals)
-        labels = {name: torch.randint(max(1, len(values)), (count,)) if noise else torch.zeros(count, dtype=torch.long)
-                  for name, values in self.classes.items()}
+        columns: dict[str, Any] = {}
+        for name, column in self.declared.items():
+            if isinstance(column, SignalColumn):
+                data = 0.1 * torch.randn(signals.shape) if noise else signals.clone()
+                columns[name] = Padded(data, lengths.clone())
+            else:
+                columns[name] = [column.dummy] * count
+
+        labels: dict[str, Tensor] = {}
+        for name, values in self.classes.items():
+            if noise:
+                labels[name] = torch.randint(max(1, len(values)), (count,))
+            else:
+                labels[name] = torch.zeros(count, dtype=torch.long)
         return {"columns": columns, "labels": labels}

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from sbkit.data.audio import AudioError, prefetch, read_utterance
 from sbkit.data.augment import Augment
-from sbkit.data.batch import FULL_SCALE, SAMPLE_RATE, STAND_IN, Batch, stand_in
+from sbkit.data.batch import DUMMY_ID, FULL_SCALE, SAMPLE_RATE, Batch, dummy_batch
 from sbkit.data.columns import BatchColumns, Padded
 from sbkit.data.manifest import Manifest
 from sbkit.data.nonspeech import UNDER, NonSpeech
@@ -58,8 +58,8 @@ class Reader(Dataset[Any]):
 
     round_to: batches are padded to a multiple of this many samples (short ones to a half of it and so on), unless they
         would then have more than ``max_samples`` samples in total; 0: no rounding
-    least: minimum number of utterances in a batch; if fewer can be read, it becomes a stand-in, and one that is padded
-        to a shape has only rows that aren't real
+    least: minimum number of utterances in a batch; if fewer can be read, it becomes a dummy batch, and one that is
+        padded to a shape has only rows that aren't real
     columns: further columns of a batch
     nonspeech: makes the rows that it has added to the manifest
     as_stored: leave signals int16 if all of a batch are stored so and nothing changes them; a device converts them
@@ -134,17 +134,17 @@ class Reader(Dataset[Any]):
         if count < self.least:
             count = 0
         if count == 0 or shape is not None:
-            empty = stand_in(utterances=self.least, tokens=self.tokenizer is not None, sample_rate=self.sample_rate,
+            empty = dummy_batch(utterances=self.least, tokens=self.tokenizer is not None, sample_rate=self.sample_rate,
                              **place)
             if shape is None:
-                further = self.columns.stand_in(empty.signals, empty.signal_lengths)
+                further = self.columns.dummy(empty.signals, empty.signal_lengths)
                 return dataclasses.replace(empty, damaged=damaged, goes_on=self._goes_on, **further)
             fill = max(0, shape.rows - count)
-            ids = [*ids[:count], *[STAND_IN] * fill]
+            ids = [*ids[:count], *[DUMMY_ID] * fill]
             texts = [*texts[:count], *[""] * fill]
             read = read[:count] + [[empty.signals[0, :shape.samples(self.sample_rate)].numpy()]
                                    * (1 + len(self.columns.signals))] * fill
-            for name, text in self.columns.stand_in(empty.signals[:1], empty.signal_lengths[:1])["columns"].items():
+            for name, text in self.columns.dummy(empty.signals[:1], empty.signal_lengths[:1])["columns"].items():
                 if name in columns:
                     columns[name] = columns[name][:count] + text * fill
         signals, *others = zip(*read, strict=True)

@@ -74,7 +74,7 @@ def try_batches(traced: Trace, findings: Findings) -> str:
                 return f"{what}: {summary(error)}"
             told = findings.error if isinstance(error, (AttributeError, NameError)) else findings.warning
             told("validation", place, "brain", f"{what} fails{line}: {summary(error)}",
-                 "columns of texts are empty there, unless LabelColumn(stand_in=...) says otherwise")
+                 "columns of texts are empty there, unless LabelColumn(dummy=...) says otherwise")
     return ""
 
 

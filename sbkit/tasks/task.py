@@ -257,7 +257,7 @@ class Task(Brain):
             tokens=tokens,
             token_lengths=torch.full((utterances,), labels),
             sample_rate=self.keys.sample_rate,
-            **columns.stand_in(signals, signal_lengths, noise=noise))
+            **columns.dummy(signals, signal_lengths, noise=noise))
 
     @property
     def labels_per_second(self) -> float:
@@ -275,7 +275,7 @@ class Task(Brain):
         columns = BatchColumns(self.columns, self.keys)
         return dataclasses.replace(
             batch, ids=["clip"], signals=signals, samples=samples, signal_lengths=signal_lengths,
-            **columns.stand_in(signals, signal_lengths, noise=True))
+            **columns.dummy(signals, signal_lengths, noise=True))
 
     # ------------------------------------------------------------ training
 

@@ -1,4 +1,4 @@
-"""Batches: lengths known without asking the device, moves that lose nothing, stand-ins that do no harm."""
+"""Batches: lengths known without asking the device, moves that lose nothing, dummy batches that do no harm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from batches import tensors_by_field
 from speechbrain.dataio.batch import PaddedData
 
-from sbkit.data.batch import STAND_IN, Batch, DevicePrefetcher, stand_in
+from sbkit.data.batch import DUMMY_ID, Batch, DevicePrefetcher, dummy_batch
 from sbkit.data.columns import Padded
 
 
@@ -75,15 +75,15 @@ def test_is_speechbrains_padded_data_when_asked():
     assert data is it.signals and torch.allclose(lengths, torch.tensor([1.0, 15 / 16, 14 / 16]))
 
 
-def test_a_stand_in_gives_finite_losses_and_counts_for_nothing():
-    it = stand_in(step=3, micro=0, micros=2)
-    assert (it.weight, it.seconds, it.ids, it.step, it.micros) == (0.0, 0.0, [STAND_IN], 3, 2)
+def test_a_dummy_batch_gives_finite_losses_and_counts_for_nothing():
+    it = dummy_batch(step=3, micro=0, micros=2)
+    assert (it.weight, it.seconds, it.ids, it.step, it.micros) == (0.0, 0.0, [DUMMY_ID], 3, 2)
     assert it.signals.std() > 0 and it.tokens.tolist() == [[1]] and it.token_lengths.tolist() == [1]
-    assert torch.equal(it.signals, stand_in().signals)
+    assert torch.equal(it.signals, dummy_batch().signals)
     scores = torch.randn(40, 1, 8).log_softmax(-1)
     loss = torch.nn.functional.ctc_loss(scores, it.tokens, torch.tensor([40]), it.token_lengths)
     assert torch.isfinite(loss)
-    assert stand_in(tokens=False).tokens.shape == (1, 0)
+    assert dummy_batch(tokens=False).tokens.shape == (1, 0)
 
 
 def test_the_prefetcher_hands_on_every_batch_in_order_on_a_cpu():

@@ -263,9 +263,14 @@ def test_a_list_that_is_null_is_that_of_the_training_set(manifest):
     null.check_classes(manifest)
     assert null.list_classes(manifest) == {"speakers": ["s0", "s1", "s2"]}
     for noise in (False, True):  # a check has no corpus yet
-        labels = null.stand_in(torch.zeros(4, 10), torch.full((4,), 10), noise=noise)["labels"]["speaker"]
+        labels = null.dummy(torch.zeros(4, 10), torch.full((4,), 10), noise=noise)["labels"]["speaker"]
         assert labels.tolist() == [0] * 4
     assert BatchColumns(DECLARED, KEYS).list_classes(manifest) == {}
+
+
+def test_a_column_of_labels_is_written_into_fingerprints_as_it_always_was():
+    """Otherwise all prepared corpora with labels would be prepared again, and continued runs refused."""
+    assert repr(LabelColumn("speakers", dummy="s0")) == "LabelColumn(classes='speakers', stand_in='s0')"
 
 
 @pytest.mark.parametrize("listed", [[], "s1", 3])
@@ -291,7 +296,7 @@ def test_all_that_handles_batches_handles_their_columns(utterances, samples, tim
     columns = BatchColumns(DECLARED, KEYS)
     batch = Batch(ids=[f"{i}" for i in range(utterances)], signals=signals, signal_lengths=lengths,
                   tokens=torch.zeros(utterances, 0, dtype=torch.long), token_lengths=torch.zeros(utterances),
-                  texts=[""] * utterances, **columns.stand_in(signals, lengths, noise=True))
+                  texts=[""] * utterances, **columns.dummy(signals, lengths, noise=True))
     assert batch.labels["speaker"].max() < 3 and batch.columns["mood"] == [""] * utterances
     assert len(batch.tensors()) == 10 and {each.device.type for each in batch.to("meta").tensors()} == {"meta"}
     longer = batch.repeated(times)

@@ -24,7 +24,7 @@ from sounds import encoded, speechlike
 from sbkit.data import reader
 from sbkit.data.audio import read_audio
 from sbkit.data.augment import Augment, Gain, SpeedPerturb
-from sbkit.data.batch import STAND_IN, stand_in
+from sbkit.data.batch import DUMMY_ID, dummy_batch
 from sbkit.data.loader import EvalLoader, TrainLoader, eval_batches
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
@@ -201,10 +201,10 @@ def test_recordings_of_16_bits_go_to_a_gpu_as_they_are_and_are_the_same_there(ma
     assert kinds == {torch.int16, torch.float32}
 
 
-def test_a_stand_in_has_the_tensors_of_a_batch_that_was_read(manifest):
+def test_a_dummy_batch_has_the_tensors_of_a_batch_that_was_read(manifest):
     """A field that only one of them fills would be missing on a rank that has nothing to read."""
     read = reader.Reader(manifest, LETTERS).read(reader.ReadRequest(1, 0, 0, 1, np.arange(2)))
-    assert tensors_by_field(read) == tensors_by_field(stand_in(utterances=2))
+    assert tensors_by_field(read) == tensors_by_field(dummy_batch(utterances=2))
 
 
 def test_a_batch_that_is_larger_than_its_shape_says_so(manifest):
@@ -277,7 +277,7 @@ def test_ranks_and_micro_batches_share_out_each_step(manifest):
         if batch.weight:
             shared.setdefault(batch.step, []).extend(batch.ids)
         else:
-            assert batch.ids == [STAND_IN] and batch.seconds == 0
+            assert batch.ids == [DUMMY_ID] and batch.seconds == 0
     assert {step: set(ids) for step, ids in shared.items()} == alone
     assert sorted(itertools.chain(*shared.values())) == sorted(manifest.ids)
     assert [batch.last for batch in ranks[0]] == [batch.micro == batch.micros - 1 for batch in ranks[0]]
@@ -399,7 +399,7 @@ def test_whole_recordings_and_segments_are_not_named(manifest, rows, starts, cap
     assert "only its begin" not in caplog.text
 
 
-def test_a_share_that_is_all_damaged_becomes_a_stand_in(manifest, tmp_path):
+def test_a_share_that_is_all_damaged_becomes_a_dummy_batch(manifest, tmp_path):
     hurt = damage(manifest, list(range(24)), tmp_path)
     loader = make(hurt, damaged_floor=100)
     batches = list(loader.at(1))

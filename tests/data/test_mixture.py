@@ -134,7 +134,7 @@ def test_batches_say_which_corpus_and_language_each_row_is_of(two, tmp_path):
     other = Corpus(source(tmp_path / "other", test=["Eight"]), folder=tmp_path / "o", only=("test",)).prepare(False)
     with EvalLoader(other["test"], None, max_batch_seconds=9, columns=columns, workers=0) as test:
         assert next(iter(test)).columns["corpus"] == [""], "another corpus has none"
-    assert set(columns.stand_in(batches[0].signals, batches[0].signal_lengths)["columns"]) == {"corpus", "language"}
+    assert set(columns.dummy(batches[0].signals, batches[0].signal_lengths)["columns"]) == {"corpus", "language"}
     numbered = BatchColumns({"language": LabelColumn("languages")}, Keys(mixture))
     assert numbered.labels({"language": ["en", "cs", "de"]})["language"].tolist() == [1, 0, -1]
 

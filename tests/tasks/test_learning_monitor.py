@@ -9,7 +9,7 @@ import torch
 from batches import noise
 from speechbrain.core import Stage
 
-from sbkit.data.batch import Batch, stand_in
+from sbkit.data.batch import Batch, dummy_batch
 from sbkit.errors import SbkitError
 from sbkit.nn.spec_augment import SpecAugment
 from sbkit.score.report.data import read
@@ -82,7 +82,7 @@ def run_test(folder, *batches):
 
 def test_test_clips_that_could_not_be_read_are_told_wherever_the_rate_is(tmp_path, caplog):
     cut_off, gone = ("b", "b.mp3: cut off"), ("c", "c.mp3: no such file")
-    brain, log, line = run_test(tmp_path, batch("a", damaged=[cut_off]), stand_in(damaged=[gone]))
+    brain, log, line = run_test(tmp_path, batch("a", damaged=[cut_off]), dummy_batch(damaged=[gone]))
     assert brain.tested.words.rate == 0 and brain.tested.unread == dict([cut_off, gone])
     assert "test unread: 2" in log and line["test_unread"] == 2
     assert ("2 of 3 test utterances could not be read and are not scored: b.mp3: cut off; c.mp3: no such file"

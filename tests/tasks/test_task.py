@@ -13,7 +13,7 @@ from speechbrain.utils.train_logger import TrainLogger
 from torch.utils.data import IterableDataset
 
 from sbkit.compat import loaders
-from sbkit.data.batch import PlannedBatch, stand_in
+from sbkit.data.batch import PlannedBatch, dummy_batch
 from sbkit.errors import SbkitError
 from sbkit.runs.evaluation_options import use_chunks, use_recogniser
 from sbkit.tasks.task import Task
@@ -46,9 +46,9 @@ def test_the_mean_of_checkpoints_is_tested_whatever_the_weights_are_called(tmp_p
 
 
 @pytest.mark.parametrize("noise", [False, True])
-def test_a_stand_in_has_the_tensors_of_one_that_a_loader_makes(noise):
+def test_a_dummy_batch_has_the_tensors_of_one_that_a_loader_makes(noise):
     brain = Sums({"encoder": torch.nn.Linear(2, 2)}, run_opts={"device": "cpu"})
-    expected = tensors_by_field(stand_in(utterances=2))
+    expected = tensors_by_field(dummy_batch(utterances=2))
     assert tensors_by_field(brain.dummy_batch(2, 1.0, noise=noise)) == expected
     assert tensors_by_field(brain.clip_batch(torch.zeros(16_000), 16_000)) == expected
 

@@ -12,7 +12,7 @@ from host_syncs import HostSyncs
 from run_folders import sound
 from speechbrain.core import Stage
 
-from sbkit.data.batch import stand_in
+from sbkit.data.batch import dummy_batch
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.export.layout import CodecConfig as Config
@@ -75,7 +75,7 @@ def test_a_training_step_never_waits_for_the_device(tmp_path, batch, given):
 def test_a_placeholder_counts_for_nothing(tmp_path):
     made = brain(tmp_path)
     made.open_stage(Stage.VALID)
-    loss(made, stand_in(tokens=False), Stage.VALID)
+    loss(made, dummy_batch(tokens=False), Stage.VALID)
     assert made.rows == []
 
 

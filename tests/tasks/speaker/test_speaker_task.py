@@ -15,7 +15,7 @@ from speechbrain.nnet.losses import AdditiveAngularMargin, LogSoftmaxWrapper
 from trained_runs import here, options
 
 import sbkit.infer
-from sbkit.data.batch import stand_in
+from sbkit.data.batch import dummy_batch
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
@@ -81,7 +81,7 @@ def test_a_placeholder_counts_for_nothing(tmp_path, batch):
     task = brain(tmp_path)
     task.modules.eval()
     task.open_stage(Stage.VALID)
-    empty = stand_in(utterances=2, tokens=False)
+    empty = dummy_batch(utterances=2, tokens=False)
     empty.columns, empty.labels = {"speaker": ["", ""]}, {"speaker": torch.zeros(2, dtype=torch.long)}
     for given in (empty, batch):
         with torch.no_grad():

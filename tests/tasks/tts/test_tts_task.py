@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from speechbrain.core import Stage
 from torch.nn import functional
 
-from sbkit.data.batch import Batch, stand_in
+from sbkit.data.batch import Batch, dummy_batch
 from sbkit.errors import SbkitError
 from sbkit.recipe.check import check
 from sbkit.runs import initial
@@ -137,9 +137,9 @@ def test_a_corpus_that_was_never_labelled_is_spoken_and_has_no_loss(task, run):
     assert all(row.frames == 0 and row.spoken > 0 for row in task.rows)
 
 
-@pytest.mark.parametrize("given", [lambda task: stand_in(), lambda task: task.dummy_batch(3, 2.0, noise=True)],
+@pytest.mark.parametrize("given", [lambda task: dummy_batch(), lambda task: task.dummy_batch(3, 2.0, noise=True)],
                          ids=["placeholder", "check"])
-def test_a_stand_in_costs_what_a_batch_does_though_the_corpus_is_labelled(task, given):
+def test_a_dummy_batch_costs_what_a_batch_does_though_the_corpus_is_labelled(task, given):
     made = given(task)
     found = loss(task, made)
     frames = len(made) * (made.signals.shape[1] // toy_voice.STRIDE + 1)
@@ -148,7 +148,7 @@ def test_a_stand_in_costs_what_a_batch_does_though_the_corpus_is_labelled(task, 
 
 def test_a_placeholder_is_no_row(task):
     task.open_stage(Stage.VALID)
-    loss(task, stand_in(), Stage.VALID)
+    loss(task, dummy_batch(), Stage.VALID)
     assert task.rows == []
 
 
