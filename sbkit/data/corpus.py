@@ -48,9 +48,11 @@ from sbkit.system.schema import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, Nullable, r
 
 logger = logging.getLogger(__name__)
 
-# Increase when the same input gives other manifests than before.
+#: Increase when the same input gives other manifests than before.
 _FORMAT = 4
-_JOURNAL = ".durations-"
+#: Beginnings of the names of files with measured durations and with fingerprints of recordings, from which a
+#: preparation that was stopped continues.
+_DURATIONS = ".durations-"
 _COPIES = ".copies-"
 _TEMPORARY = ".new"
 
@@ -111,9 +113,9 @@ class Corpus:
         self.text = text if isinstance(text, TextRules) else TextRules.for_language(language, **(text or {}))
         self.min_duration = min_duration
         self.max_duration = max_duration
-        self.limit_splits, self.skip_short_texts, self.only = (
-            tuple(texts(f"corpus: {name}", value)) for name, value in (
-                ("limit_splits", limit_splits), ("skip_short_texts", skip_short_texts), ("only", only)))
+        self.limit_splits = tuple(texts("corpus: limit_splits", limit_splits))
+        self.skip_short_texts = tuple(texts("corpus: skip_short_texts", skip_short_texts))
+        self.only = tuple(texts("corpus: only", only))
         self.short_text = short_text
         self.check_audio = check_audio
         self.exclude = Path(exclude) if exclude else None
@@ -127,18 +129,19 @@ class Corpus:
         self.demo_hours = demo_hours
         self.demo_seed = demo_seed
         self.demo_voices = texts("corpus: demo_voices", demo_voices) if demo_voices else []
-        if wrong := [voice for voice in self.demo_voices if not re.fullmatch(r"[\w+-]+", voice)]:
-            raise SbkitError(f"corpus: demo_voices: {wrong[0]!r} is not a voice of espeak-ng", hint="such as en-us+f2")
         self.report: dict[str, Any] | None = None
-        self._reused = False
+        self._reused = False  # whether the last call of `prepare` found everything prepared
         self._trained_run: Path | None = None
         self._needs_text = True
         self._keeps_silence = False
         self._declared: Declared = {}
-        self._recordings: set[str] = set()  # columns that are the rows' own recordings
+        self._recording_columns: set[str] = set()  # which the source lacks: they are the rows' own recordings
         self._check()
 
     def _check(self) -> None:
+        for voice in self.demo_voices:
+            if not re.fullmatch(r"[\w+-]+", voice):
+                raise SbkitError(f"corpus: demo_voices: {voice!r} is not a voice of espeak-ng", hint="such as en-us+f2")
         for name in ("min_duration", "max_duration"):
             require(f"corpus: {name}", getattr(self, name), Nullable(NOT_NEGATIVE))
         require("corpus: short_text", self.short_text, COUNT)
@@ -163,17 +166,18 @@ class Corpus:
         """Which URLs may be opened: the ``schemes`` that the recipe allows, by default that of the corpus's address."""
         schemes = self.schemes
         if schemes is None:
-            hub = isinstance(self.source, (str, Path)) and is_hub_address(self.source)
-            own = "hf" if hub else scheme_of(str(self.data_root))
-            schemes = (own,) if own in SCHEMES else ()
+            on_hub = isinstance(self.source, (str, Path)) and is_hub_address(self.source)
+            address_scheme = "hf" if on_hub else scheme_of(str(self.data_root))
+            schemes = (address_scheme,) if address_scheme in SCHEMES else ()
         return Remote(schemes, self.url_megabytes, self.url_seconds)
 
     def manifest(self, split: str) -> Manifest:
         """Read the prepared manifest of a split; refuse one with URLs that may not be opened."""
-        found = Manifest.open_prepared(self.manifest_path(split), self.remote)
-        if found.has_urls:
-            check_opened(found.wavs, found.remote, self.manifest_path(split))
-        return found
+        path = self.manifest_path(split)
+        manifest = Manifest.open_prepared(path, self.remote)
+        if manifest.has_urls:
+            check_opened(manifest.wavs, manifest.remote, path)
+        return manifest
 
     @property
     def report_path(self) -> Path:
@@ -280,27 +284,35 @@ class Corpus:
             where = Path(self.prepared["source"]["where"])
         except (SbkitError, KeyError, TypeError):
             return None
-        own = Path(self.source).resolve()
-        other = where.resolve()
-        return other if where.is_absolute() and not (other.is_relative_to(own) or own.is_relative_to(other)) else None
+        if not where.is_absolute():  # a hub address, or several files
+            return None
+        source = Path(self.source).resolve()
+        prepared_from = where.resolve()
+        # One may be within the other: a release's folder of one language, or the folder of a list.
+        related = prepared_from.is_relative_to(source) or source.is_relative_to(prepared_from)
+        return None if related else prepared_from
 
     def rules_of(self, file: str | Path) -> TextRules:
         """The rules for the texts of a file; a manifest that the same rules have written is not normalised again."""
+        if type(self.text) is not TextRules:  # a subclass may do more than its options say
+            return self.text
         path = Path(file)
         try:
             report = json.loads((path.parent / self.report_path.name).read_text(encoding="utf-8"))
-            same = report["options"]["text"] == self.text.options() and \
-                report["splits"][path.stem]["sha256"] == disk.sha256(path)
+            same_rules = report["options"]["text"] == self.text.options()
+            normalized = same_rules and report["splits"][path.stem]["sha256"] == disk.sha256(path)
         except (OSError, ValueError, KeyError, TypeError):  # no manifest
             return self.text
-        return NormalizedBefore(**self.text.options()) if same and type(self.text) is TextRules else self.text
+        return NormalizedBefore(**self.text.options()) if normalized else self.text
 
     def left_out(self, split: str) -> str | None:
         """Describe how many rows of a split were left out and why, to report with error rates; None if none were."""
         entry = self.prepared["splits"][split]
-        reasons = ", ".join(f"{one['count']:,} {reason}" for reason, one in entry["left_out"].items())
         count = entry["rows"] - entry["kept"]
-        return f"{count:,} of {entry['rows']:,} {split} rows were left out in preparation: {reasons}" if count else None
+        if not count:
+            return None
+        reasons = ", ".join(f"{left_out['count']:,} {reason}" for reason, left_out in entry["left_out"].items())
+        return f"{count:,} of {entry['rows']:,} {split} rows were left out in preparation: {reasons}"
 
     def check_exists(self) -> None:
         """Refuse a local source or list that doesn't exist, and a demo corpus that can't be synthesised."""
@@ -322,15 +334,17 @@ class Corpus:
             source = make_demo_corpus(self._demo_folder(), hours=self.demo_hours, language=self.language or "en",
                                       seed=self.demo_seed, workers=self.workers, show_progress=show_progress,
                                       voices=self.demo_voices)
-        opened = source if isinstance(source, Source) else open_source(
-            source, language=self.language, columns=self.columns, cache=self.cache_folder, data_root=self.data_root,
-            show_progress=show_progress)
+        if isinstance(source, Source):
+            opened = source
+        else:
+            opened = open_source(source, language=self.language, columns=self.columns, cache=self.cache_folder,
+                                 data_root=self.data_root, show_progress=show_progress)
         opened.needs_text = self._needs_text
         opened.wanted = {name: isinstance(column, SignalColumn) for name, column in self._declared.items()}
         return opened
 
-    def _declare(self, needs_text: bool, columns: Declared) -> Declared:
-        """Store what the task needs; returns those of its columns that the source must have."""
+    def _declare(self, needs_text: bool, columns: Declared) -> None:
+        """Store what the task needs: whether texts, and which of its columns the source must have."""
         for role in self.columns:
             if role not in ALIASES and role not in columns:
                 raise SbkitError(f"corpus: columns names the unknown role {role!r}",
@@ -338,19 +352,20 @@ class Corpus:
         self._needs_text = needs_text
         self._declared = {name: column for name, column in columns.items()
                           if name in self.columns or not getattr(column, "or_recording", False)}
-        self._recordings = set(columns) - set(self._declared)
-        return self._declared
+        self._recording_columns = set(columns) - set(self._declared)
 
-    def _opened_here(self) -> Source | None:
+    def _open_if_local(self) -> Source | None:
         """The source; None if its splits aren't known without a server, unpacking, or code of the user's."""
-        given = self.source
-        here = isinstance(given, Mapping) or (isinstance(given, (str, Path)) and not (
-            is_hub_address(given) or str(given).endswith(ARCHIVES)))
-        return self._open(show_progress=False) if here else None
+        source = self.source
+        if isinstance(source, (str, Path)):
+            is_local = not (is_hub_address(source) or str(source).endswith(ARCHIVES))
+        else:
+            is_local = isinstance(source, Mapping)
+        return self._open(show_progress=False) if is_local else None
 
     def known_splits(self) -> dict[str, list[str]] | None:
         """Return the source's names for each split; None if they aren't known without reading or unpacking it."""
-        source = self._opened_here()
+        source = self._open_if_local()
         return None if source is None else choose_splits(source, self.only, self.splits)
 
     def check_source(self, needs_text: bool, columns: Declared, needed: Sequence[str] = ()) -> None:
@@ -360,20 +375,21 @@ class Corpus:
         Nothing is unpacked, and of long lists only the first lines are read.
         """
         self._declare(needs_text, columns)
-        source = self._opened_here()
+        source = self._open_if_local()
         if source is None:
             return
         source.check_texts()
-        known, _ = self._choose(source, needed)
-        for name in (name for names in known.values() for name in names):
-            source.check_list(name)
+        names_by_split, _ = self._choose(source, needed)
+        for names in names_by_split.values():
+            for name in names:
+                source.check_list(name)
 
     def _demo_folder(self) -> Path:
         """Return the folder of the demo corpus; its name contains everything it depends on."""
         from sbkit.data.demo import FORMAT
 
-        spoken = "".join(f"{voice}-" for voice in self.demo_voices)
-        name = f"demo-{self.language or 'en'}-{spoken}{self.demo_hours:g}h-seed{self.demo_seed}-v{FORMAT}"
+        voices = "".join(f"{voice}-" for voice in self.demo_voices)
+        name = f"demo-{self.language or 'en'}-{voices}{self.demo_hours:g}h-seed{self.demo_seed}-v{FORMAT}"
         return cache_folder() / name
 
     def _fingerprint(self, source: Source) -> str:
@@ -381,22 +397,39 @@ class Corpus:
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "language": self.language, "splits": self.splits, "text": self.text.options(),
-            "min_duration": self.min_duration, "max_duration": self.max_duration,
+        """All that decides, besides the source, what is in the manifests."""
+        options: dict[str, Any] = {
+            "language": self.language,
+            "splits": self.splits,
+            "text": self.text.options(),
+            "min_duration": self.min_duration,
+            "max_duration": self.max_duration,
             "limit_splits": self.limit_splits,
-            "skip_short_texts": self.skip_short_texts, "short_text": self.short_text,
-            "check_audio": self.check_audio, "columns": self.columns,
+            "skip_short_texts": self.skip_short_texts,
+            "short_text": self.short_text,
+            "check_audio": self.check_audio,
+            "columns": self.columns,
             "data_root": None if self.data_root is None else str(self.data_root),
-            **({} if self.only == SPLITS else {"only": self.only}),
-            **({} if self._needs_text else {"needs_text": False}),
-            **({"silence": True} if self._keeps_silence else {}),
-            **({} if self.exclude is None else {"exclude": [str(self.exclude), disk.sha256(self.exclude)]}),
-            **({"declared": {name: repr(column) for name, column in self._declared.items()}} if self._declared else {}),
-            **({} if self.schemes is None else {"schemes": self.schemes}),
-            **{name: getattr(self, name) for name in ("url_megabytes", "url_seconds")
-               if getattr(self, name) != getattr(NO_REMOTE, name.removeprefix("url_"))},
         }
+        # The others came later. They are left out at their defaults, so that the fingerprint of a corpus that was
+        # prepared before is the same, and it isn't prepared again.
+        if self.only != SPLITS:
+            options["only"] = self.only
+        if not self._needs_text:
+            options["needs_text"] = False
+        if self._keeps_silence:
+            options["silence"] = True
+        if self.exclude is not None:
+            options["exclude"] = [str(self.exclude), disk.sha256(self.exclude)]
+        if self._declared:
+            options["declared"] = {name: repr(column) for name, column in self._declared.items()}
+        if self.schemes is not None:
+            options["schemes"] = self.schemes
+        if self.url_megabytes != NO_REMOTE.megabytes:
+            options["url_megabytes"] = self.url_megabytes
+        if self.url_seconds != NO_REMOTE.seconds:
+            options["url_seconds"] = self.url_seconds
+        return options
 
     def _read_ready(self, source: Source, fingerprint: str) -> dict[str, Manifest] | None:
         """The manifests on disk if they are complete and made from the same source and options, else None."""
@@ -411,9 +444,10 @@ class Corpus:
             ready = {split: Manifest.open_prepared(self.manifest_path(split), self.remote)
                      for split in report["splits"]}
             for split, entry in report["splits"].items():
-                if not ready[split].mapped and disk.sha256(self.manifest_path(split)) != entry["sha256"]:
-                    logger.warning("%s has changed since it was prepared: preparing it again",
-                                   self.manifest_path(split))
+                path = self.manifest_path(split)
+                # A mapped file has been compared with the CSV's size and date, and is large.
+                if not ready[split].mapped and disk.sha256(path) != entry["sha256"]:
+                    logger.warning("%s has changed since it was prepared: preparing it again", path)
                     return None
             changed = exclusions.find_repaired(self.folder)
             if changed is not None:
@@ -432,88 +466,122 @@ class Corpus:
         """Return the source's names for each split, and whether dev and test are to be taken from its only one."""
         chosen = choose_splits(source, self.only, self.splits)
         missing = [split for split in needed if split not in chosen]
-        divides = bool(missing) and len(source.names()) == 1 and list(chosen) == ["train"] \
-            and set(self.only) == set(SPLITS)
-        if unasked := [split for split in missing if split not in self.only]:
-            raise SbkitError(f"corpus: only leaves out {' and '.join(unasked)}",
-                             hint=f"add {unasked[0]}, or delete only")
-        if missing and not divides:
+        if not missing:
+            return chosen, False
+        not_in_only = [split for split in missing if split not in self.only]
+        if not_in_only:
+            raise SbkitError(f"corpus: only leaves out {' and '.join(not_in_only)}",
+                             hint=f"add {not_in_only[0]}, or delete only")
+        is_one_list = len(source.names()) == 1 and list(chosen) == ["train"]
+        divides = is_one_list and set(self.only) == set(SPLITS)
+        if not divides:
             raise SbkitError(f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
                              f"{', '.join(source.names())})",
                              hint=f"choose one: --corpus.splits '{{{missing[0]}: NAME}}', or move some rows of train "
                                   "into one")
         return chosen, divides
 
-    def _prepare(self, source: Source, fingerprint: str, show: bool, needed: Sequence[str],
+    def _prepare(self, source: Source, fingerprint: str, show_progress: bool, needed: Sequence[str],
                  excluded: Exclusions | None) -> dict[str, Manifest]:
         started = time.monotonic()
-        chosen, divides = self._choose(source, needed)
+        names_by_split, divides = self._choose(source, needed)
         if divides:
-            rows = hold_out(self._read(source, "train", chosen["train"], show))
-            chosen = dict.fromkeys(SPLITS, chosen["train"])
+            rows = hold_out(self._read(source, "train", names_by_split["train"], show_progress))
+            names_by_split = dict.fromkeys(SPLITS, names_by_split["train"])
         else:
-            rows = {split: self._read(source, split, names, show) for split, names in chosen.items()}
-        for each in rows.values():
-            each.meta = {name: column for name, column in each.meta.items() if name not in self._recordings}
-        journal, found = (self.folder / f"{name}{fingerprint[:16]}" for name in (_JOURNAL, _COPIES))
-        copies = None if self.check_audio == "sample" else Copies(
-            self.check_audio == "decode", workers=self.workers, remote=self.remote, journal=found, show_progress=show)
-        manifests: dict[str, Manifest] = {}
-        reports: dict[str, SplitReport] = {}
-        taken: list[Column] = []
-        listings: dict[str, pa.Array | None] = {}
-        for split in reversed([split for split in SPLITS if split in chosen]):  # train last, without their rows
-            read = rows.pop(split)
-            # A manifest's other columns have texts that were not normalised.
-            rules = self.rules_of(read.origin) if self.columns.get("text", "wrd") == "wrd" else self.text
-            limited = split in self.limit_splits
-            limits = RowLimits(
-                min_duration=self.min_duration if limited else None,
-                max_duration=self.max_duration if limited else None,
-                alphabet=limited and self._needs_text, text=self._needs_text,
-                silence=self._keeps_silence and split == "train",
-                min_words=self.short_text if split in self.skip_short_texts else 0)
-            manifests[split], reports[split] = prepare_split(
-                split, read, rules, limits, taken=taken if split == "train" else (), listings=listings,
-                check_audio=self.check_audio, copies=copies, journal=journal, workers=self.workers, remote=self.remote,
-                columns=self._declared, exclude=excluded if split == "train" else None, show_progress=show)
-            if not reports[split].kept:
-                left_out = reports[split].left_out
-                reasons = ", ".join(f"{entry['count']} {reason_in_words(reason, self._options())}"
-                                    for reason, entry in left_out.items())
-                example = next(iter(left_out.values()))["examples"][0]
-                hint = "; ".join([f"for example {example}", *filter(None, map(remedy, left_out))])
-                starts = [str(each).rstrip("/") + "/" for each in (self.data_root, *source.folders) if each is not None]
-                if "missing clip" in left_out and not any(os.path.abspath(each) in example for each in starts):
-                    hint += "; the list has whole paths: write $data_root for where they began, and give " \
-                            "--corpus.data_root where they begin now"
-                elif "missing clip" in left_out:
-                    hint += "; --corpus.data_root is where relative paths begin, and what $data_root in the list means"
-                if IN_OTHER_SPLIT in left_out:
-                    hint += "; to see a model learn its own test by heart, give train copies of these recordings"
-                # A prepared corpus keeps its own list.
-                if not self.report_path.exists():
-                    exclusions.write(self.folder, [table for each in reports.values() for table in each.tables])
-                    hint += f"; {self.folder / exclusions.NAME} lists all"
-                raise SbkitError(f"{read.origin}: all {reports[split].rows} rows of the {split} split were left out: "
-                                 f"{reasons}", hint=hint)
-            taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
-        ordered = [split for split in SPLITS if split in manifests]
-        folders = {os.path.abspath(each) for each in (*source.folders, self.cache_folder, self.data_root)
-                   if each is not None and "://" not in str(each)}
+            rows = {split: self._read(source, split, names, show_progress) for split, names in names_by_split.items()}
+        for rows_of_split in rows.values():
+            rows_of_split.meta = {name: column for name, column in rows_of_split.meta.items()
+                                  if name not in self._recording_columns}
+
+        manifests, reports = self._prepare_splits(rows, source, fingerprint, excluded, show_progress)
+
+        folders = {os.path.abspath(folder) for folder in (*source.folders, self.cache_folder, self.data_root)
+                   if folder is not None and "://" not in str(folder)}
+        copies = {split: report_of_split.copies for split, report_of_split in reports.items()}
         report = {
             "format": _FORMAT, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
-            "source": {"kind": source.kind, "where": source.where, "splits": chosen, "divided": divides,
+            "source": {"kind": source.kind, "where": source.where, "splits": names_by_split, "divided": divides,
                        "recorded": source.recorded, "folders": sorted(folders)},
             "options": self._options(), "seconds": round(time.monotonic() - started, 1), "splits": {},
-            "leaks": leaks.shared(manifests, {split: reports[split].copies for split in ordered}),
+            "leaks": leaks.shared(manifests, copies),
         }
-        self._write(manifests, {split: reports[split] for split in ordered}, report)
-        for name in (_JOURNAL, _COPIES):  # also of preparations with other options that were stopped
+        self._write(manifests, reports, report)
+        for name in (_DURATIONS, _COPIES):  # also of preparations with other options that were stopped
             for path in self.folder.glob(f"{name}*"):
                 path.unlink(missing_ok=True)
         self.report = report
-        return {split: manifests[split] for split in ordered}
+        return manifests
+
+    def _prepare_splits(self, rows: dict[str, Rows], source: Source, fingerprint: str, excluded: Exclusions | None,
+                        show_progress: bool) -> tuple[dict[str, Manifest], dict[str, SplitReport]]:
+        """Make the manifest of each split, with a report on it. Rows are taken out of ``rows``, to free their memory.
+        """
+        durations_file = self.folder / f"{_DURATIONS}{fingerprint[:16]}"
+        copies_file = self.folder / f"{_COPIES}{fingerprint[:16]}"
+        copies = None
+        if self.check_audio != "sample":
+            copies = Copies(self.check_audio == "decode", workers=self.workers, remote=self.remote,
+                            journal=copies_file, show_progress=show_progress)
+
+        manifests: dict[str, Manifest] = {}
+        reports: dict[str, SplitReport] = {}
+        held_out: list[Column] = []  # the recordings of test and dev
+        listings: dict[str, pa.Array | None] = {}
+        # Train comes last, because it leaves out what test and dev have.
+        for split in reversed([split for split in SPLITS if split in rows]):
+            rows_of_split = rows.pop(split)
+            is_train = split == "train"
+            # A manifest's other columns have texts that were not normalised.
+            reads_normalized = self.columns.get("text", "wrd") == "wrd"
+            rules = self.rules_of(rows_of_split.origin) if reads_normalized else self.text
+            manifests[split], reports[split] = prepare_split(
+                split, rows_of_split, rules, self._limits(split), held_out=held_out if is_train else (),
+                listings=listings, check_audio=self.check_audio, copies=copies, journal=durations_file,
+                workers=self.workers, remote=self.remote, columns=self._declared,
+                exclude=excluded if is_train else None, show_progress=show_progress)
+            if not reports[split].kept:
+                raise self._nothing_left(source, reports, split)
+            held_out.append(recording_keys(manifests[split].wavs, manifests[split].starts))
+
+        ordered = [split for split in SPLITS if split in manifests]
+        return {split: manifests[split] for split in ordered}, {split: reports[split] for split in ordered}
+
+    def _limits(self, split: str) -> RowLimits:
+        """Which usable rows of a split are left out all the same."""
+        is_limited = split in self.limit_splits
+        return RowLimits(
+            min_duration=self.min_duration if is_limited else None,
+            max_duration=self.max_duration if is_limited else None,
+            alphabet=is_limited and self._needs_text,
+            text=self._needs_text,
+            silence=self._keeps_silence and split == "train",
+            min_words=self.short_text if split in self.skip_short_texts else 0)
+
+    def _nothing_left(self, source: Source, reports: Mapping[str, SplitReport], split: str) -> SbkitError:
+        """Return the error about a split whose rows were all left out, with what to do for each of the reasons."""
+        report = reports[split]
+        left_out = report.left_out
+        reasons = ", ".join(f"{entry['count']} {reason_in_words(reason, self._options())}"
+                            for reason, entry in left_out.items())
+        example = next(iter(left_out.values()))["examples"][0]
+        advice = [f"for example {example}"]
+        advice += [remedy(reason) for reason in left_out if remedy(reason)]
+        if exclusions.MISSING in left_out:
+            folders = [os.path.abspath(folder) for folder in (self.data_root, *source.folders) if folder is not None]
+            if any(folder in example for folder in folders):
+                advice.append("--corpus.data_root is where relative paths begin, and what $data_root in the list means")
+            else:
+                advice.append("the list has whole paths: write $data_root for where they began, and give "
+                              "--corpus.data_root where they begin now")
+        if IN_OTHER_SPLIT in left_out:
+            advice.append("to see a model learn its own test by heart, give train copies of these recordings")
+        # A corpus that is prepared already keeps its own list.
+        if not self.report_path.exists():
+            exclusions.write(self.folder, _left_out_tables(reports))
+            advice.append(f"{self.folder / exclusions.NAME} lists all")
+        return SbkitError(f"{report.origin}: all {report.rows} rows of the {split} split were left out: {reasons}",
+                          hint="; ".join(advice))
 
     def _write(self, manifests: Mapping[str, Manifest], reports: Mapping[str, SplitReport],
                report: dict[str, Any]) -> None:
@@ -521,25 +589,31 @@ class Corpus:
         temporary = self.folder / _TEMPORARY
         shutil.rmtree(temporary, ignore_errors=True)  # left by a preparation that was killed
         try:
-            for split, found in reports.items():
+            for split, report_of_split in reports.items():
                 path = temporary / self.manifest_path(split).name
                 manifests[split].write_prepared(path)
-                report["splits"][split] = {"sha256": disk.sha256(path), **found.facts()}
-            exclusions.write(temporary, [table for found in reports.values() for table in found.tables])
+                report["splits"][split] = {"sha256": disk.sha256(path), **report_of_split.facts()}
+            exclusions.write(temporary, _left_out_tables(reports))
             written = list(temporary.iterdir())
             with atomic_write(temporary / self.report_path.name) as file:
                 json.dump(report, file, indent=1, ensure_ascii=False)
+
             self.report_path.unlink(missing_ok=True)  # until it is written again, the folder counts as unprepared
             for path in written:
                 os.replace(path, self.folder / path.name)
-            for path in (each for split in SPLITS for each in (
-                    self.manifest_path(split), mapped_file(self.manifest_path(split)))):
-                if temporary / path.name not in written:
-                    path.unlink(missing_ok=True)  # left by an earlier source
+            self._remove_unwritten({path.name for path in written})
             os.replace(temporary / self.report_path.name, self.report_path)
             disk.sync_folder(self.folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+    def _remove_unwritten(self, written: set[str]) -> None:
+        """Remove the manifests of an earlier source, unless files of these names were just written."""
+        for split in SPLITS:
+            manifest_path = self.manifest_path(split)
+            for path in (manifest_path, mapped_file(manifest_path)):
+                if path.name not in written:
+                    path.unlink(missing_ok=True)
 
     @staticmethod
     def _read(source: Source, split: str, names: Sequence[str], show: bool) -> Rows:
@@ -547,3 +621,7 @@ class Corpus:
         if not len(rows) and not rows.malformed:
             raise SbkitError(f"{rows.origin}: the {split} split is empty", hint="expected at least one row")
         return rows
+
+
+def _left_out_tables(reports: Mapping[str, SplitReport]) -> list[pa.Table]:
+    return [table for report in reports.values() for table in report.tables]

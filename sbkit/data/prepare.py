@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -43,16 +43,31 @@ IN_OTHER_SPLIT = "also in dev or test"
 EXCLUDED = "excluded"
 REASONS = (MALFORMED, REFUSED, "repeated id", IN_OTHER_SPLIT, MISSING, "no text", EXCLUDED, UNDECODABLE,
            "too short", "too long", "alphabet", "few words", "empty column", "signals of different length")
-#: Of a reason that is a limit: the corpus's option, how a row lies to it, and what to do to keep such rows.
+
+
+class _Limit(NamedTuple):
+    """The corpus's option that is the limit, on which side of it rows are left out, and what to do to keep them."""
+
+    option: str
+    side: str
+    remedy: str
+
+
+#: The reasons that are limits.
 _LIMITS = {
-    "too long": ("max_duration", "above", "cut them at pauses, with their texts, or raise corpus.max_duration, and "
-                                          "max_batch_seconds so that a batch holds them"),
-    "too short": ("min_duration", "below", "lower corpus.min_duration to keep them"),
+    "too long": _Limit("max_duration", "above", "cut them at pauses, with their texts, or raise corpus.max_duration, "
+                                                "and max_batch_seconds so that a batch holds them"),
+    "too short": _Limit("min_duration", "below", "lower corpus.min_duration to keep them"),
 }
 _CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
 
+#: Rows that a report shows for each reason.
 _EXAMPLES = 10
-_MANY = 0.1  # of the rows: one that was left out is shown
+#: If a reason leaves out more than this share of the rows, the summary shows one of them.
+_MANY = 0.1
+#: Characters outside the alphabet that a report counts: the most frequent ones.
+_MOST_CHARACTERS = 100
+#: Listed durations that are compared with the audio.
 SAMPLE = 200
 #: If more of the sample than this has a wrong duration in the list, all recordings are measured.
 _DISAGREE_SHARE = 0.05
@@ -121,7 +136,31 @@ class SplitReport:
         return sum(entry["count"] for entry in self.left_out.values())
 
 
-def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *, taken: Sequence[Column] = (),
+class _Decisions:
+    """Which of N rows are left out, each for the first reason that applies.
+
+    codes : [N], by ``_CODE``, each row's reason; 0: it is kept
+    details : by row, what exactly is wrong with it
+    """
+
+    def __init__(self, count: int):
+        self.codes = np.zeros(count, np.int8)
+        self.details: dict[int, str] = {}
+
+    @property
+    def kept(self) -> np.ndarray:
+        """The numbers of the rows that no reason has applied to so far."""
+        return np.flatnonzero(self.codes == 0)
+
+    def leave_out(self, reason: str, mask: np.ndarray, detail: Callable[[int], str] | None = None) -> None:
+        """Leave out the rows of ``mask`` [N] that are still kept; ``detail`` returns what is wrong with a row."""
+        rows = np.flatnonzero((self.codes == 0) & mask)
+        self.codes[rows] = _CODE[reason]
+        if detail is not None:
+            self.details.update((row, detail(row)) for row in rows.tolist())
+
+
+def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *, held_out: Sequence[Column] = (),
                   listings: dict[str, pa.Array | None] | None = None, check_audio: str = "sample",
                   copies: Copies | None = None, journal: Path | None = None, workers: int | None = None,
                   remote: Remote = NO_REMOTE, columns: Declared = MappingProxyType({}),
@@ -129,7 +168,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     """Make the manifest of a split: normalise texts, measure recordings, leave out unusable and unwanted rows.
 
     rows : N rows of a source
-    taken : recordings of other splits (:func:`recording_keys`), to leave out of this one
+    held_out : recordings of other splits (:func:`recording_keys`), to leave out of this one
     listings : contents of large folders, kept between calls for splits in the same folder
     check_audio : "sample" compares some listed durations with the audio, "all" and "decode" open every recording
     copies : the recordings of splits that were prepared before this one
@@ -141,132 +180,156 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     # A row is left out for the first reason that applies. What costs nothing to find comes first, so that only the
     # recordings of rows that are still wanted are opened, and decoding (for copies) comes last.
     report = SplitReport(split, rows.origin, len(rows) + len(rows.malformed))
-    codes = np.zeros(len(rows), np.int8)  # of reasons
-    details: dict[int, str] = {}
+    decisions = _Decisions(len(rows))
     read_headers = functools.partial(measure, workers=workers, journal=journal, remote=remote,
                                      show_progress=show_progress)
 
-    def leave_out(reason: str, mask: np.ndarray, detail: Callable[[int], str] | None = None) -> None:
-        left = np.flatnonzero((codes == 0) & mask)
-        codes[left] = _CODE[reason]
-        if detail is not None:
-            details.update((i, detail(i)) for i in left.tolist())
+    rows = _check_list(rows, decisions, remote)
+    for keys in held_out:
+        decisions.leave_out(IN_OTHER_SPLIT, recording_keys(rows.wavs, rows.starts).is_in(keys))
+    decisions.leave_out(MISSING, ~existing(rows.wavs, listings))
 
-    # By the list alone.
-    leave_out(MALFORMED, ~(rows.starts >= 0), lambda i: "its start is not a number of 0 or more")
-    leave_out(REFUSED, refused(rows.wavs, remote), lambda i: remote.refusal(rows.wavs[i]))
-    if not _first_of_each(rows.ids).all():
-        # The same recording is kept once; different recordings with the same id (of a sentence, say) get numbered ids.
-        same = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts).arrow, separator="@")
-        leave_out("repeated id", ~_first_of_each(Column(same)))
-        ids = np.array(list(rows.ids), object)
-        ids[codes == 0] = unique_ids(ids[codes == 0])
-        rows = copy.copy(rows)
-        rows.ids = Column(ids.tolist())
-    # By other splits and the disk.
-    for keys in taken:
-        leave_out(IN_OTHER_SPLIT, recording_keys(rows.wavs, rows.starts).is_in(keys))
-    leave_out(MISSING, ~existing(rows.wavs, listings))
-    # By the text; a row without one can be a recording of silence, which is then trained on as such.
     texts = [rules(text) for text in progress(
         rows.texts, what=f"{split}: text", total=len(rows), unit="row",
         show=show_progress and len(rows) >= WORTH_A_BAR)]
-    silent = np.full(len(rows), limits.silence) & ~np.asarray(pc.match_substring_regex(rows.texts.arrow, r"\S"))
+    # A row without a text can be a recording of silence, which is then trained on as such.
+    is_silence = np.full(len(rows), limits.silence) & ~np.asarray(pc.match_substring_regex(rows.texts.arrow, r"\S"))
     if limits.text:
-        leave_out("no text", np.array([not text for text in texts], bool) & ~silent)
+        decisions.leave_out("no text", np.array([not text for text in texts], bool) & ~is_silence)
     if exclude is not None:
-        leave_out(EXCLUDED, exclude.mask(rows.ids, texts, rows.origin))
+        decisions.leave_out(EXCLUDED, exclude.mask(rows.ids, texts, rows.origin))
 
-    # By the duration. A recording that is longer than its header says is used as far as that goes, and reported.
-    durations = _durations(rows, np.flatnonzero(codes == 0), details, report, check_audio, read_headers)
-    longer = [i for i, detail in details.items() if codes[i] == 0 and np.isfinite(durations[i])]
-    leave_out(UNDECODABLE, np.isnan(durations))
-    leave_out(UNDECODABLE, durations <= 0, lambda i: f"it ends before its start at {rows.starts[i]:.2f} s")
-
-    def seconds_of(row: int) -> str:
-        return f"{durations[row]:.2f} s"
-
-    if limits.min_duration is not None:
-        leave_out("too short", durations < limits.min_duration, seconds_of)
-    if limits.max_duration is not None:
-        leave_out("too long", durations > limits.max_duration, seconds_of)
-    outside: Counter[str] = Counter()
-    if rules.alphabet is not None:
-        mask = np.zeros(len(rows), bool)
-        for i in np.flatnonzero(codes == 0):
-            if characters := rules.outside(texts[i]):
-                outside.update(characters)
-                mask[i] = True
-                details[int(i)] = " ".join(sorted(characters))
-        if limits.alphabet:
-            leave_out("alphabet", mask)
+    durations = _durations(rows, decisions, report, check_audio, read_headers)
+    # A recording that is longer than its header says is used as far as that goes, and reported.
+    longer = [row for row in decisions.details if decisions.codes[row] == 0 and np.isfinite(durations[row])]
+    _check_durations(rows, durations, limits, decisions)
+    report.outside_alphabet = _check_alphabet(texts, rules, limits, decisions)
     if limits.min_words:
-        leave_out("few words", np.array([count_words(text) < limits.min_words for text in texts], bool) & ~silent)
+        too_few = np.array([count_words(text) < limits.min_words for text in texts], bool)
+        decisions.leave_out("few words", too_few & ~is_silence)
 
-    # By further columns that the task declares: labels, and recordings beside the first one.
+    # Further columns that the task declares: labels, and recordings beside the first one.
     meta = dict(rows.meta)
-
-    def check_recordings(name: str, aligned: bool) -> None:
-        wavs = rows.column(name)
-        leave_out(MISSING, refused(wavs, remote) | ~existing(wavs, listings), lambda i: f"{name}: {wavs[i]}")
-        left = np.flatnonzero(codes == 0)
-        seconds = np.full(len(rows), np.nan)
-        seconds[left], causes = read_headers(list(wavs.take(left)), what=f"{split}: {name}")
-        details.update((int(left[i]), f"{name}: {cause}") for i, cause in causes.items())
-        leave_out(UNDECODABLE, ~(seconds > 0))
-        if aligned:
-            leave_out("signals of different length", _disagree(rows, durations, seconds - rows.starts), lambda i: (
-                f"{name}: {seconds[i]:.2f} s, but {durations[i]:.2f} s from {rows.starts[i]:.2f} s on are needed"))
-        else:
-            meta[name + SECONDS] = Column([f"{each:.3f}" for each in seconds.tolist()])
-
     for name, column in columns.items():
         if isinstance(column, LabelColumn):
-            empty = pc.equal(pc.utf8_trim_whitespace(rows.column(name).arrow), "").to_numpy(zero_copy_only=False)
-            leave_out("empty column", empty, lambda i, name=name: name)  # type: ignore[misc]  # called at once
+            is_empty = pc.equal(pc.utf8_trim_whitespace(rows.column(name).arrow), "").to_numpy(zero_copy_only=False)
+            decisions.leave_out("empty column", is_empty, lambda row, name=name: name)  # type: ignore[misc]
+            continue
+        seconds = _check_recordings(name, rows, decisions, split, listings, remote, read_headers)
+        if column.aligned:
+            _check_lengths(name, rows, durations, seconds, decisions)
         else:
-            check_recordings(name, column.aligned)
+            meta[name + SECONDS] = Column([f"{length:.3f}" for length in seconds.tolist()])
 
-    # By the sound: training leaves out copies of what dev and test have; those only report theirs.
     if copies is not None:
-        left = np.flatnonzero(codes == 0)
-        every = np.arange(len(rows))
-        found = copies.search(split, rows.ids.take(left), rows.wavs.take(left), rows.starts[left], durations[left],
-                              keep=split != "train")
-        originals, broken = ({int(left[i]): text for i, text in each.items()} for each in found)
-        leave_out(UNDECODABLE, np.isin(every, list(broken)), broken.__getitem__)
-        if split == "train":
-            leave_out(IN_OTHER_SPLIT, np.isin(every, list(originals)), lambda i: f"is {originals[i]}")
-        else:
-            report.copies = {rows.ids[i]: name for i, name in originals.items()}
+        _check_copies(copies, rows, durations, decisions, report)
 
-    # What is kept, and what is odd about it.
-    kept = np.flatnonzero(codes == 0)
     everything = Manifest(
         ids=rows.ids, durations=np.nan_to_num(durations), wavs=rows.wavs, texts=texts, speakers=rows.speakers,
         starts=rows.starts, meta=meta, remote=remote)
-    manifest = everything.select(kept)
+    manifest = everything.select(decisions.kept)
     report.kept = len(manifest)
     report.hours = manifest.hours
     report.speakers = speakers_in(manifest)
     report.synthesised = hours_by_synthesiser(manifest)
-    report.outside_alphabet = dict(outside.most_common(100))
-    unspoken = np.flatnonzero((codes == 0) & np.asarray(pc.match_substring_regex(rows.texts.arrow, _UNSPOKEN)))
-    if limits.text and len(unspoken):
-        first = int(unspoken[0])
-        report.unspoken = {"count": len(unspoken), "example": [rows.texts[first][:100], texts[first][:100]]}
-    if len(kept_silent := np.flatnonzero((codes == 0) & silent)):
-        report.notices.append(f"{counted(len(kept_silent), 'row')} without a text, trained on as silence (nonspeech), "
-                              f"such as {rows.ids[int(kept_silent[0])]}")
-    if longer := [i for i in longer if codes[i] == 0]:
-        report.notices.append(f"{counted(len(longer), 'recording')} longer than the header says, such as "
-                              f"{rows.ids[longer[0]]}: {details[longer[0]]}")
     if limits.text:
-        report.notices += _odd_texts(everything, np.flatnonzero((codes == 0) | (codes == _CODE["repeated id"])))
-    _explain(report, rows, codes, durations, details)
-    if report.rows != report.kept + report.missing:
-        raise AssertionError(f"{split}: {report.rows} rows, {report.kept} kept, {report.missing} left out")
+        report.unspoken = _unspoken(rows, texts, decisions.kept)
+    report.notices += _odd_rows(rows, decisions, is_silence, longer)
+    if limits.text:
+        # Also among rows that repeat an id: mostly the same recording is listed twice, with two texts.
+        repeats = decisions.codes == _CODE["repeated id"]
+        report.notices += _odd_texts(everything, np.flatnonzero((decisions.codes == 0) | repeats))
+    _report_left_out(report, rows, decisions, durations)
+    assert report.rows == report.kept + report.missing, f"{split}: {report.rows} rows, {report.kept} kept, " \
+                                                        f"{report.missing} left out"
     return manifest, report
+
+
+def _check_list(rows: Rows, decisions: _Decisions, remote: Remote) -> Rows:
+    """Leave out what the list alone shows to be unusable; return the rows with unique ids."""
+    decisions.leave_out(MALFORMED, ~(rows.starts >= 0), lambda row: "its start is not a number of 0 or more")
+    decisions.leave_out(REFUSED, refused(rows.wavs, remote), lambda row: remote.refusal(rows.wavs[row]))
+    if _first_of_each(rows.ids).all():
+        return rows
+    # The same recording is kept once; different recordings with the same id (of a sentence, say) get numbered ids.
+    ids_of_recordings = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts).arrow, separator="@")
+    decisions.leave_out("repeated id", ~_first_of_each(Column(ids_of_recordings)))
+    ids = np.array(list(rows.ids), object)
+    ids[decisions.kept] = unique_ids(ids[decisions.kept])
+    renamed = copy.copy(rows)
+    renamed.ids = Column(ids.tolist())
+    return renamed
+
+
+def _check_durations(rows: Rows, durations: np.ndarray, limits: RowLimits, decisions: _Decisions) -> None:
+    def seconds_of(row: int) -> str:
+        return f"{durations[row]:.2f} s"
+
+    decisions.leave_out(UNDECODABLE, np.isnan(durations))
+    decisions.leave_out(UNDECODABLE, durations <= 0,
+                        lambda row: f"it ends before its start at {rows.starts[row]:.2f} s")
+    if limits.min_duration is not None:
+        decisions.leave_out("too short", durations < limits.min_duration, seconds_of)
+    if limits.max_duration is not None:
+        decisions.leave_out("too long", durations > limits.max_duration, seconds_of)
+
+
+def _check_alphabet(texts: Sequence[str], rules: TextRules, limits: RowLimits,
+                    decisions: _Decisions) -> dict[str, int]:
+    """Return the most frequent characters outside the alphabet, with counts; leave out their rows if it is a limit."""
+    counts: Counter[str] = Counter()
+    if rules.alphabet is None:
+        return {}
+    is_outside = np.zeros(len(texts), bool)
+    for row in decisions.kept.tolist():
+        characters = rules.outside(texts[row])
+        if characters:
+            counts.update(characters)
+            is_outside[row] = True
+            decisions.details[row] = " ".join(sorted(characters))
+    if limits.alphabet:
+        decisions.leave_out("alphabet", is_outside)
+    return dict(counts.most_common(_MOST_CHARACTERS))
+
+
+def _check_recordings(name: str, rows: Rows, decisions: _Decisions, split: str,
+                      listings: dict[str, pa.Array | None] | None, remote: Remote,
+                      read_headers: Callable[..., tuple[np.ndarray, dict[int, str]]]) -> np.ndarray:
+    """Leave out rows whose recording in a further column is missing or unreadable; return the seconds [N] of all."""
+    wavs = rows.column(name)
+    is_missing = refused(wavs, remote) | ~existing(wavs, listings)
+    decisions.leave_out(MISSING, is_missing, lambda row: f"{name}: {wavs[row]}")
+    kept = decisions.kept
+    seconds = np.full(len(rows), np.nan)
+    seconds[kept], causes = read_headers(list(wavs.take(kept)), what=f"{split}: {name}")
+    decisions.details.update((int(kept[i]), f"{name}: {cause}") for i, cause in causes.items())
+    decisions.leave_out(UNDECODABLE, ~(seconds > 0))
+    return seconds
+
+
+def _check_lengths(name: str, rows: Rows, durations: np.ndarray, seconds: np.ndarray, decisions: _Decisions) -> None:
+    """Leave out rows whose recordings in an aligned column aren't as long as the rows' own."""
+    decisions.leave_out(
+        "signals of different length", _disagree(rows, durations, seconds - rows.starts), lambda row: (
+            f"{name}: {seconds[row]:.2f} s, but {durations[row]:.2f} s from {rows.starts[row]:.2f} s on are needed"))
+
+
+def _check_copies(copies: Copies, rows: Rows, durations: np.ndarray, decisions: _Decisions,
+                  report: SplitReport) -> None:
+    """Compare the recordings with those of other splits: training leaves out copies, dev and test only report them."""
+    is_train = report.split == "train"
+    kept = decisions.kept
+    originals, causes = copies.search(report.split, rows.ids.take(kept), rows.wavs.take(kept), rows.starts[kept],
+                                      durations[kept], keep=not is_train)
+    original_of = {int(kept[i]): name for i, name in originals.items()}
+    cause_of = {int(kept[i]): cause for i, cause in causes.items()}
+    numbers = np.arange(len(rows))
+    decisions.leave_out(UNDECODABLE, np.isin(numbers, list(cause_of)), cause_of.__getitem__)
+    if is_train:
+        is_copy = np.isin(numbers, list(original_of))
+        decisions.leave_out(IN_OTHER_SPLIT, is_copy, lambda row: f"is {original_of[row]}")
+    else:
+        report.copies = {rows.ids[row]: name for row, name in original_of.items()}
 
 
 def speakers_in(manifest: Manifest) -> int:
@@ -275,47 +338,96 @@ def speakers_in(manifest: Manifest) -> int:
     return sum(1 for name in names if name)
 
 
-def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
-    """Notices about those of the rows ``at`` whose recording has another text too, whose words have two scripts, or
-    whose text is in another script than the rest."""
+def _unspoken(rows: Rows, texts: Sequence[str], kept: np.ndarray) -> dict[str, Any]:
+    """How many of the rows have texts with digits or brackets, and the first of them before and after the rules."""
+    unspoken = np.intersect1d(kept, np.flatnonzero(pc.match_substring_regex(rows.texts.arrow, _UNSPOKEN)))
+    if not len(unspoken):
+        return {}
+    first = int(unspoken[0])
+    return {"count": len(unspoken), "example": [rows.texts[first][:100], texts[first][:100]]}
+
+
+def _odd_rows(rows: Rows, decisions: _Decisions, is_silence: np.ndarray, longer: Sequence[int]) -> list[str]:
+    """Notices about rows that are kept without a text, or although their recordings are longer than they say."""
     notices = []
+    kept_silence = np.flatnonzero((decisions.codes == 0) & is_silence)
+    if len(kept_silence):
+        notices.append(f"{counted(len(kept_silence), 'row')} without a text, trained on as silence (nonspeech), "
+                       f"such as {rows.ids[int(kept_silence[0])]}")
+    kept_longer = [row for row in longer if decisions.codes[row] == 0]
+    if kept_longer:
+        first = kept_longer[0]
+        notices.append(f"{counted(len(kept_longer), 'recording')} longer than the header says, such as "
+                       f"{rows.ids[first]}: {decisions.details[first]}")
+    return notices
+
+
+def _odd_texts(rows: Manifest, indices: np.ndarray) -> list[str]:
+    """Notices about those of the rows whose recording has another text too, whose words have two scripts, or whose text
+    is in another script than the rest."""
+    notices = (_several_texts(rows, indices), _mixed_scripts(rows, indices), _foreign_texts(rows, indices))
+    return [notice for notice in notices if notice is not None]
+
+
+def _several_texts(rows: Manifest, indices: np.ndarray) -> str | None:
     keys = recording_keys(rows.wavs, rows.starts)
     if rows.starts.any():  # segments that begin together and end apart are no copies
         keys = Column(join(keys.arrow, pc.cast(pa.array(rows.durations.round(1)), pa.large_string()), separator="@"))
-    recordings = keys.take(at).numbered()[1].astype(np.int64)
-    spoken = rows.texts.take(at).numbered()[1]
-    different = np.unique(recordings * (len(at) + 1) + spoken, return_index=True)[1]
-    several = np.flatnonzero(np.bincount(recordings[different]) > 1)
-    if len(several):
-        one, two = np.sort(at[different[recordings[different] == several[0]]])[:2]
-        notices.append(f"{counted(len(several), 'recording')} with more than one text, such as {rows.wavs[one]}: "
-                       f"{rows.texts[one]!r} ({rows.ids[one]}) and {rows.texts[two]!r} ({rows.ids[two]})")
-    texts = rows.texts.take(at).arrow
-    mixed = at[np.flatnonzero(pc.match_substring_regex(texts, _MIXED))]
-    if len(mixed):
-        text = rows.texts[mixed[0]]
-        names = [unicodedata.name(letter, "") for letter in text if unicodedata.category(letter)[0] != "M"]
-        beside = next((pair for pair in itertools.pairwise(names) if {name.split(" ")[0] for name in pair} in _PAIRS),
-                      ("such letters",))  # named otherwise, as the ordinal indicator is
-        notices.append(f"{counted(len(mixed), 'text')} with letters of two scripts in a word, such as "
-                       f"{rows.ids[mixed[0]]}: {text[:100]!r} has {' beside '.join(beside)}")
-    sample = texts[:_SCRIPT_SAMPLE]
-    lettered = np.asarray(pc.match_substring_regex(sample, r"\pL")).sum()
-    for script in _SCRIPTS:
-        if np.asarray(pc.match_substring_regex(sample, f"[{script}]")).sum() > _MAIN_SCRIPT * lettered:
-            # Latin letters, such as those of a product's name, are usual amid any other script.
-            others = rf"[^{script}\p{{Latin}}\p{{Common}}\p{{Inherited}}\PL]"
-            alone = pc.and_(pc.match_substring_regex(texts, r"\pL"),
-                            pc.invert(pc.match_substring_regex(texts, f"[{script}]")))
-            odd = np.flatnonzero(pc.or_(alone, pc.match_substring_regex(texts, others)))
-            count = [pc.count_substring_regex(texts.take(pa.array(odd)), each).to_numpy() for each in (
-                others, f"[{script}]")]
-            foreign = at[odd[2 * count[0] >= count[1]]]
-            if len(foreign):
-                notices.append(f"{counted(len(foreign), 'text')} wholly or in part in another script than the rest, "
-                               f"such as {rows.ids[foreign[0]]}: {rows.texts[foreign[0]][:100]!r}")
+    recordings = keys.take(indices).numbered()[1].astype(np.int64)
+    texts = rows.texts.take(indices).numbered()[1]
+    # The first row of each pair of a recording and a text.
+    first_of_pair = np.unique(recordings * (len(indices) + 1) + texts, return_index=True)[1]
+    several = np.flatnonzero(np.bincount(recordings[first_of_pair]) > 1)
+    if not len(several):
+        return None
+    of_first = indices[first_of_pair[recordings[first_of_pair] == several[0]]]
+    one, two = np.sort(of_first)[:2]
+    return (f"{counted(len(several), 'recording')} with more than one text, such as {rows.wavs[one]}: "
+            f"{rows.texts[one]!r} ({rows.ids[one]}) and {rows.texts[two]!r} ({rows.ids[two]})")
+
+
+def _mixed_scripts(rows: Manifest, indices: np.ndarray) -> str | None:
+    mixed = indices[np.flatnonzero(pc.match_substring_regex(rows.texts.take(indices).arrow, _MIXED))]
+    if not len(mixed):
+        return None
+    text = rows.texts[mixed[0]]
+    letters = [unicodedata.name(letter, "") for letter in text if unicodedata.category(letter)[0] != "M"]
+    beside: Sequence[str] = ("such letters",)  # named otherwise, as the ordinal indicator is
+    for pair in itertools.pairwise(letters):
+        if {name.split(" ")[0] for name in pair} in _PAIRS:
+            beside = pair
             break
-    return notices
+    return (f"{counted(len(mixed), 'text')} with letters of two scripts in a word, such as "
+            f"{rows.ids[mixed[0]]}: {text[:100]!r} has {' beside '.join(beside)}")
+
+
+def _foreign_texts(rows: Manifest, indices: np.ndarray) -> str | None:
+    texts = rows.texts.take(indices).arrow
+    script = _main_script(texts[:_SCRIPT_SAMPLE])
+    if script is None:
+        return None
+    # Latin letters, such as those of a product's name, are usual amid any other script.
+    other_letter = rf"[^{script}\p{{Latin}}\p{{Common}}\p{{Inherited}}\PL]"
+    lacks_script = pc.and_(pc.match_substring_regex(texts, r"\pL"),
+                           pc.invert(pc.match_substring_regex(texts, f"[{script}]")))
+    suspicious = np.flatnonzero(pc.or_(lacks_script, pc.match_substring_regex(texts, other_letter)))
+    suspicious_texts = texts.take(pa.array(suspicious))
+    others = pc.count_substring_regex(suspicious_texts, other_letter).to_numpy()
+    usual = pc.count_substring_regex(suspicious_texts, f"[{script}]").to_numpy()
+    foreign = indices[suspicious[2 * others >= usual]]  # a quoted word of another script is no mistake
+    if not len(foreign):
+        return None
+    return (f"{counted(len(foreign), 'text')} wholly or in part in another script than the rest, "
+            f"such as {rows.ids[foreign[0]]}: {rows.texts[foreign[0]][:100]!r}")
+
+
+def _main_script(texts: pa.Array) -> str | None:
+    """Return the script that nearly all of the texts have letters of; None: there is none."""
+    with_letters = np.asarray(pc.match_substring_regex(texts, r"\pL")).sum()
+    for script in _SCRIPTS:
+        if np.asarray(pc.match_substring_regex(texts, f"[{script}]")).sum() > _MAIN_SCRIPT * with_letters:
+            return script
+    return None
 
 
 def recording_keys(wavs: Column, starts: np.ndarray) -> Column:
@@ -323,86 +435,90 @@ def recording_keys(wavs: Column, starts: np.ndarray) -> Column:
     return Column(join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@"))
 
 
-def _durations(rows: Rows, usable: np.ndarray, details: dict[int, str], report: SplitReport, check_audio: str,
+def _durations(rows: Rows, decisions: _Decisions, report: SplitReport, check_audio: str,
                read_headers: Callable[..., tuple[np.ndarray, dict[int, str]]]) -> np.ndarray:
-    """Seconds of each usable row, NaN if its recording can't be read; listed durations are checked."""
+    """Seconds of each kept row, NaN if its recording can't be read; listed durations are checked."""
     durations = rows.durations.copy()
     durations[(durations == 0) & (rows.starts == 0)] = np.nan  # 0 means not measured
-    listed = usable[np.isfinite(durations[usable])]
-    unlisted = usable[~np.isfinite(durations[usable])]
+    is_listed = np.isfinite(durations[decisions.kept])
+    listed = decisions.kept[is_listed]
+    unlisted = decisions.kept[~is_listed]
     sample = listed
     if check_audio == "sample":
         sample = listed[np.unique(np.linspace(0, len(listed) - 1, min(SAMPLE, len(listed)), dtype=int))]
 
-    def measured(at: np.ndarray, what: str) -> np.ndarray:
-        seconds, causes = read_headers([rows.wavs[i] for i in at], whole=not rows.segments,
+    def measured(indices: np.ndarray, what: str) -> np.ndarray:
+        seconds, causes = read_headers([rows.wavs[row] for row in indices], whole=not rows.segments,
                                        what=f"{report.split}: {what}")
-        details.update((int(at[j]), cause) for j, cause in causes.items())
+        decisions.details.update((int(indices[i]), cause) for i, cause in causes.items())
         return seconds
 
-    found = measured(sample, "checking durations")
-    wrong = _correct(durations, rows, sample, found)
-    damaged = np.isnan(found)
+    seconds_of_sample = measured(sample, "checking durations")
+    is_wrong = _correct(durations, rows, sample, seconds_of_sample)
+    is_damaged = np.isnan(seconds_of_sample)
     report.durations = {"listed": len(listed), "measured": len(unlisted), "checked": len(sample),
-                        "disagree": int(wrong.sum())}
-    if len(sample) < len(listed) and (wrong.mean() > _DISAGREE_SHARE or damaged.mean() > _DAMAGED_SHARE):
+                        "disagree": int(is_wrong.sum())}
+    if len(sample) < len(listed) and (is_wrong.mean() > _DISAGREE_SHARE or is_damaged.mean() > _DAMAGED_SHARE):
         logger.warning("%s: of %d sampled recordings %d have a wrong duration in the list and %d are damaged: "
-                       "measuring them all", report.split, len(sample), wrong.sum(), damaged.sum())
+                       "measuring them all", report.split, len(sample), is_wrong.sum(), is_damaged.sum())
         rest = np.setdiff1d(listed, sample)
-        wrong_too = _correct(durations, rows, rest, measured(rest, "measuring"))
-        report.durations.update(checked=len(listed), disagree=int(wrong.sum() + wrong_too.sum()))
+        is_wrong_too = _correct(durations, rows, rest, measured(rest, "measuring"))
+        report.durations.update(checked=len(listed), disagree=int(is_wrong.sum() + is_wrong_too.sum()))
     durations[unlisted] = measured(unlisted, "measuring") - rows.starts[unlisted]
     return durations
 
 
-def _correct(durations: np.ndarray, rows: Rows, at: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Replace durations of the rows ``at`` that disagree with the audio; return which ones did, as booleans."""
-    listed = durations[at]
-    left = found - rows.starts[at]
-    wrong = _disagree(rows, listed, left)
-    durations[at] = np.where(wrong | np.isnan(found), left, listed)
-    return wrong
+def _correct(durations: np.ndarray, rows: Rows, indices: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Replace durations of the rows ``indices`` that disagree with the ``seconds`` of their recordings; return which
+    ones did, as booleans."""
+    listed = durations[indices]
+    available = seconds - rows.starts[indices]
+    is_wrong = _disagree(rows, listed, available)
+    durations[indices] = np.where(is_wrong | np.isnan(seconds), available, listed)
+    return is_wrong
 
 
-def _disagree(rows: Rows, durations: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Which durations aren't those of what is ``left`` of the recordings from the rows' starts on.
+def _disagree(rows: Rows, durations: np.ndarray, available: np.ndarray) -> np.ndarray:
+    """Which durations aren't those that are ``available`` in the recordings from the rows' starts on.
 
     A recording may continue after a segment ends, so the duration of a segment is wrong only if it is too long.
     """
-    excess = durations - left
+    excess = durations - available
     return (excess if rows.segments else np.abs(excess)) > length_tolerance(durations)
 
 
-def _explain(report: SplitReport, rows: Rows, codes: np.ndarray, durations: np.ndarray,
-             details: dict[int, str]) -> None:
+def _report_left_out(report: SplitReport, rows: Rows, decisions: _Decisions, durations: np.ndarray) -> None:
+    """Write into the report, for each reason, how many rows were left out, with examples and a table of all."""
     for reason in REASONS:
-        at = np.flatnonzero(codes == _CODE[reason])
-        unread = rows.malformed if reason == MALFORMED else []
-        ids = [*(where for where, _ in unread), *rows.ids.take(at)]
+        indices = np.flatnonzero(decisions.codes == _CODE[reason])
+        unparsed = rows.malformed if reason == MALFORMED else []  # which have no columns, and so no numbers
+        ids = [*(name for name, _ in unparsed), *rows.ids.take(indices)]
         if not ids:
             continue
-        wavs = [*([""] * len(unread)), *rows.wavs.take(at)]
-        notes = [*(what for _, what in unread), *(details.get(i, "") for i in at.tolist())]
-        shown = [note or (wav if reason == MISSING else "")
-                 for note, wav in zip(notes[:_EXAMPLES], wavs[:_EXAMPLES], strict=True)]
+        wavs = [*([""] * len(unparsed)), *rows.wavs.take(indices)]
+        details = [*(wrong for _, wrong in unparsed), *(decisions.details.get(row, "") for row in indices.tolist())]
+        examples = []
+        for id_, wav, detail in itertools.islice(zip(ids, wavs, details, strict=True), _EXAMPLES):
+            shown = wav if reason == MISSING and not detail else detail
+            examples.append(f"{id_}: {shown}" if shown else id_)
         report.left_out[reason] = {
-            "count": len(ids), "hours": round(float(np.nansum(durations[at])) / 3600, 3),
-            "examples": [f"{id_}: {note}" if note else id_ for id_, note in zip(ids[:_EXAMPLES], shown, strict=True)]}
-        report.tables.append(exclusions.rows(report.split, reason, ids, wavs, notes, versions=reason == UNDECODABLE))
+            "count": len(ids), "hours": round(float(np.nansum(durations[indices])) / 3600, 3), "examples": examples}
+        report.tables.append(
+            exclusions.rows(report.split, reason, ids, wavs, details, versions=reason == UNDECODABLE))
 
 
 def reason_in_words(reason: str, options: Mapping[str, Any]) -> str:
     """A reason for which rows are left out, with the limit that they exceed; ``options`` are the corpus's."""
     if reason not in _LIMITS:
         return reason
-    name, lies, _ = _LIMITS[reason]
-    limit = options.get(name)
-    return reason if limit is None else f"{reason}: {lies} corpus.{name}, {limit:g} s"
+    limit = _LIMITS[reason]
+    seconds = options.get(limit.option)
+    return reason if seconds is None else f"{reason}: {limit.side} corpus.{limit.option}, {seconds:g} s"
 
 
 def remedy(reason: str) -> str:
     """What to do to keep rows that are left out for a reason; empty if it isn't a limit."""
-    return _LIMITS[reason][2] if reason in _LIMITS else ""
+    return _LIMITS[reason].remedy if reason in _LIMITS else ""
 
 
 def summarize(report: Mapping[str, Any], fresh: bool = True) -> str:
@@ -412,45 +528,60 @@ def summarize(report: Mapping[str, Any], fresh: bool = True) -> str:
     """
     splits = report["splits"]
     reasons = [reason for reason in REASONS if any(reason in entry["left_out"] for entry in splits.values())]
-    named = {split: split if names == [split] else f"{split} ({', '.join(names)})"
-             for split, names in report["source"]["splits"].items()}
-    rows = [[named[split], entry["rows"], entry["kept"], float(entry["hours"]),
-             *(entry["left_out"].get(reason, {"count": 0})["count"] for reason in reasons)]
-            for split, entry in splits.items()]
+    rows = []
+    for split, entry in splits.items():
+        source_names = report["source"]["splits"][split]
+        title = split if source_names == [split] else f"{split} ({', '.join(source_names)})"
+        counts = [entry["left_out"].get(reason, {"count": 0})["count"] for reason in reasons]
+        rows.append([title, entry["rows"], entry["kept"], float(entry["hours"]), *counts])
     lines = [f"{synthesised(report) or report['source']['kind']}: {report['source']['where']}",
              table(["split", "rows", "kept", "hours", *reasons], rows)]
     if report["source"].get("divided"):
         lines.append("dev and test: sentences of the only list, by their hashes; --corpus.splits names other lists")
     for split, entry in splits.items():
-        outside = entry["outside_alphabet"]
-        if outside:
-            characters = " ".join(f"{char!r} x{count}" for char, count in list(outside.items())[:10])
-            lines.append(f"{split}: characters outside the alphabet: {characters}")
-        if fresh and (found := entry.get("unspoken")):  # missing in reports of earlier versions
-            before, after = found["example"]
-            now = "" if after == before else f", now {after!r}"
-            lines.append(f"{split}: {counted(found['count'], 'text')} with digits or brackets, such as {before!r}{now}"
-                         ": write what is spoken, or leave such texts out by an alphabet")
-        for reason, one in entry["left_out"].items():
-            if one["count"] > _MANY * entry["rows"]:
-                words = reason_in_words(reason, report.get("options", {}))
-                advice = f"; {remedy(reason)}" if remedy(reason) else ""
-                lines.append(f"{split}: {one['count']} of {entry['rows']} rows are left out ({words}), such as "
-                             f"{one['examples'][0]}; left_out.csv lists all{advice}")
-        lines += [f"{split}: {notice}" for notice in entry.get("notices", [])]
-        durations = entry["durations"]
-        if (listed := durations.get("listed")) and (missing := durations.get("measured")):
-            lines.append(f"{split}: the list has no duration above 0 for {missing} of {listed + missing} rows, so "
-                         "these were measured")
-        if durations.get("disagree"):
-            lines.append(f"{split}: {durations['disagree']} of {durations['checked']} listed durations that "
-                         "were checked differ from the audio, and are replaced by its own")
+        notes = _notes(entry, report.get("options", {}), fresh)
+        lines += [f"{split}: {note}" for note in notes]
     entries = report.get("leaks") if fresh else None  # missing in reports of earlier versions
     if entries:
         lines.append(table(leaks.COLUMNS, leaks.rows(entries)))
     if entries is not None and len(splits) > 1:
         lines += leaks.remarks(entries)
     return printable("\n".join(lines))
+
+
+def _notes(entry: Mapping[str, Any], options: Mapping[str, Any], fresh: bool) -> list[str]:
+    """Say what looks wrong in a split, by its entry in ``prepare_report.json``."""
+    notes = []
+    outside = entry["outside_alphabet"]
+    if outside:
+        characters = " ".join(f"{char!r} x{count}" for char, count in list(outside.items())[:10])
+        notes.append(f"characters outside the alphabet: {characters}")
+
+    unspoken = entry.get("unspoken") if fresh else None  # missing in reports of earlier versions
+    if unspoken:
+        before, after = unspoken["example"]
+        now = "" if after == before else f", now {after!r}"
+        notes.append(f"{counted(unspoken['count'], 'text')} with digits or brackets, such as {before!r}{now}"
+                     ": write what is spoken, or leave such texts out by an alphabet")
+
+    for reason, left_out in entry["left_out"].items():
+        if left_out["count"] > _MANY * entry["rows"]:
+            advice = f"; {remedy(reason)}" if remedy(reason) else ""
+            notes.append(f"{left_out['count']} of {entry['rows']} rows are left out "
+                         f"({reason_in_words(reason, options)}), such as {left_out['examples'][0]}; left_out.csv lists "
+                         f"all{advice}")
+    notes += entry.get("notices", [])
+
+    durations = entry["durations"]
+    listed = durations.get("listed")
+    unlisted = durations.get("measured")
+    if listed and unlisted:
+        notes.append(f"the list has no duration above 0 for {unlisted} of {listed + unlisted} rows, so these were "
+                     "measured")
+    if durations.get("disagree"):
+        notes.append(f"{durations['disagree']} of {durations['checked']} listed durations that were checked differ "
+                     "from the audio, and are replaced by its own")
+    return notes
 
 
 def _first_of_each(column: Column) -> np.ndarray:

@@ -115,7 +115,7 @@ def test_texts_that_nobody_speaks_as_they_are_written_are_counted(clips):
 def test_recordings_of_dev_and_test_stay_out_of_train(clips):
     test = rows(clips, ("good.wav", "a"))
     manifest, report = prepare(rows(clips, ("good.wav", "a"), ("long.wav", "b")),
-                               taken=[recording_keys(test.wavs, test.starts)])
+                               held_out=[recording_keys(test.wavs, test.starts)])
     assert list(manifest.texts) == ["b"] and counts(report) == {"also in dev or test": 1}
 
 
