@@ -35,9 +35,11 @@ logger = logging.getLogger(__name__)
 
 #: Micro-batches that each worker reads ahead.
 PREFETCH = 4
-#: Damaged recordings that an error names (ten times as many are logged one by one), and rows that are shorter than
-#: their recordings, of which one has the cause of all.
+#: Damaged recordings that an error names, and rows shorter than their recordings that are logged: few, since mostly one
+#: has the cause of all.
 NAMED = 5
+#: Damaged recordings that are logged one by one.
+LOGGED = 10 * NAMED
 
 
 class _Requests(Sampler[ReadRequest]):
@@ -88,14 +90,17 @@ class _Loader:
         self.damaged_floor = damaged_floor
         self.damaged: dict[str, str] = {}
         """The reason for each utterance id that could not be read so far."""
-        self._named: set[str] = set()  # utterances whose recordings go on after what their rows say
+        self._warned_of: set[str] = set()  # utterances whose recordings go on after what their rows say
         self._pid = os.getpid()
-        self._read = self._failed = self._turn = 0
+        self._read = 0
+        self._failed = 0
+        self._iteration = 0
+        """The number of the newest iteration, the only one that may go on: the workers read its requests."""
         self._requests = _Requests()
         parallel: dict[str, Any] = {}
         if workers:
-            signals = 1 + len(reader.columns.signals)
-            batch_bytes = int(max_batch_seconds * reader.sample_rate * torch.float32.itemsize * signals)
+            signals_per_row = 1 + len(reader.columns.signals)
+            batch_bytes = int(max_batch_seconds * reader.sample_rate * torch.float32.itemsize * signals_per_row)
             _check_file_size(batch_bytes)
             parallel = {"prefetch_factor": prefetch,
                         "persistent_workers": True, "timeout": timeout, "worker_init_fn": init_worker}
@@ -109,15 +114,16 @@ class _Loader:
 
     def _begin(self, source: Iterator[ReadRequest]) -> Iterator[Batch]:
         """Let the workers begin with these requests at once; earlier ones are dropped."""
-        self._turn += 1
+        self._iteration += 1
         self._requests.source = source
         starts = self.workers and self._loader._iterator is None
         with plain_worker_errors(), starting_workers() if starts else contextlib.nullcontext():
-            return self._received(self._turn, iter(self._loader))
+            return self._receive(self._iteration, iter(self._loader))
 
-    def _received(self, turn: int, batches: Iterator[Any]) -> Iterator[Batch]:
+    def _receive(self, iteration: int, batches: Iterator[Any]) -> Iterator[Batch]:
+        """Yield the batches of an iteration as the workers return them; raise the errors that they met."""
         while True:
-            if turn != self._turn:
+            if iteration != self._iteration:
                 raise RuntimeError("this iteration ended when a newer one of the same loader began")
             with plain_worker_errors():
                 batch = next(batches, None)
@@ -126,25 +132,29 @@ class _Loader:
             if isinstance(batch, Failure):
                 raise batch.error from (
                     RuntimeError(f"in a data worker:\n{batch.traceback}") if batch.traceback else None)
-            self._failed += len(batch.damaged)
-            self._read += len(batch.damaged) + int(batch.real.sum())
-            for name, reason in batch.damaged:
-                if name not in self.damaged and len(self.damaged) < 10 * NAMED:
-                    logger.warning("left out: %s: %s", name, reason)
-                self.damaged[name] = reason
-            for name, what in batch.goes_on:
-                if name not in self._named and len(self._named) < NAMED:
-                    logger.warning("%s: %s: only its begin is read, with the whole text. Prepare the corpus again with "
-                                   "its check_audio: all, which measures every recording", name, what)
-                    self._named.add(name)
-            if self._failed > self.damaged_floor + self.max_damaged_share * self._read:
-                first = "; ".join(f"{name}: {reason}" for name, reason in list(self.damaged.items())[:NAMED])
-                raise SbkitError(
-                    f"{self._failed} of the {self._read} recordings read so far are damaged or missing: {first}",
-                    hint="repair them, or let preparation find them all (the corpus's check_audio: all); "
-                         "max_damaged_share is the share that a run tolerates",
-                )
+            self._note_damaged(batch)
             yield batch
+
+    def _note_damaged(self, batch: Batch) -> None:
+        """Count and log the recordings that couldn't be read or only in part; raise if too many couldn't."""
+        self._failed += len(batch.damaged)
+        self._read += len(batch.damaged) + int(batch.real.sum())
+        for name, reason in batch.damaged:
+            if name not in self.damaged and len(self.damaged) < LOGGED:
+                logger.warning("left out: %s: %s", name, reason)
+            self.damaged[name] = reason
+        for name, what in batch.goes_on:
+            if name not in self._warned_of and len(self._warned_of) < NAMED:
+                logger.warning("%s: %s: only its begin is read, with the whole text. Prepare the corpus again with "
+                               "its check_audio: all, which measures every recording", name, what)
+                self._warned_of.add(name)
+        if self._failed > self.damaged_floor + self.max_damaged_share * self._read:
+            first = "; ".join(f"{name}: {reason}" for name, reason in list(self.damaged.items())[:NAMED])
+            raise SbkitError(
+                f"{self._failed} of the {self._read} recordings read so far are damaged or missing: {first}",
+                hint="repair them, or let preparation find them all (the corpus's check_audio: all); "
+                     "max_damaged_share is the share that a run tolerates",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The number of recordings read so far and those that were damaged, for a checkpoint."""
@@ -158,7 +168,7 @@ class _Loader:
 
     def close(self) -> None:
         """End the worker processes; if the loader is used again, it starts new ones."""
-        self._turn += 1
+        self._iteration += 1
         iterator: Any = self._loader._iterator  # torch's, of a private class
         self._loader._iterator = None
         if iterator is None or not self.workers:
@@ -213,8 +223,10 @@ class TrainLoader(_Loader):
         self.world = world
         self.min_micros = min_micros
         self.epochs = epochs
-        self._ahead: tuple[int, Iterator[Batch]] | None = None  # the epoch that the workers have begun, and its batches
-        self._epoch: tuple[int, EpochPlan] | None = None
+        self._begun: tuple[int, Iterator[Batch]] | None = None
+        """The epoch that the workers have begun to read ahead of time, and its batches."""
+        self._latest_plan: tuple[int, EpochPlan] | None = None
+        """The epoch that was asked for last, and its plan."""
         max_seconds = plan.batching.max_batch_seconds
         reader = Reader(manifest, tokenizer, augment=augment, columns=columns, seed=plan.batching.seed,
                         sample_rate=sample_rate, round_to=round(plan.round_seconds * sample_rate),
@@ -232,14 +244,20 @@ class TrainLoader(_Loader):
         if not 0 <= step <= self.steps(epoch):
             raise SbkitError(f"epoch {epoch} has {self.steps(epoch)} steps; it cannot start at step {step}",
                              hint="was the run started with another corpus or other batching options?")
-        begun = self._ahead
-        self._ahead = None
-        return self._epoch_from(epoch, step, begun[1] if begun is not None and begun[0] == epoch and not step else None)
+        begun = self._begun
+        self._begun = None
+        batches = None
+        if begun is not None and begun[0] == epoch and step == 0:
+            batches = begun[1]
+        return self._epoch_from(epoch, step, batches)
 
-    def _epoch_from(self, epoch: int, step: int, begun: Iterator[Batch] | None) -> Iterator[Batch]:
-        yield from self._begin(self._from(epoch, step)) if begun is None else begun
+    def _epoch_from(self, epoch: int, step: int, batches: Iterator[Batch] | None) -> Iterator[Batch]:
+        if batches is None:
+            batches = self._begin(self._requests_from(epoch, step))
+        yield from batches
+        # The workers read on while the run validates.
         if self.workers and epoch < self.epochs:
-            self._ahead = epoch + 1, self._begin(self._from(epoch + 1, 0))
+            self._begun = (epoch + 1, self._begin(self._requests_from(epoch + 1, 0)))
 
     def to_device(self, batches: Iterator[Batch], device: torch.device | str) -> DevicePrefetcher:
         """The same batches on ``device``, each copied while the one before is computed."""
@@ -247,22 +265,25 @@ class TrainLoader(_Loader):
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
         """The plan of an epoch; the most recent one is cached."""
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, self.plan.epoch(epoch)
-        return self._epoch[1]
+        if self._latest_plan is None or self._latest_plan[0] != epoch:
+            self._latest_plan = (epoch, self.plan.epoch(epoch))
+        return self._latest_plan[1]
 
     def largest(self, epoch: int) -> list[Batch]:
         """Read the micro-batches of an epoch, of any rank, that may need the most memory."""
         plan = self.epoch_plan(epoch)
         manifest = self.reader.manifest
-        lengths = np.fromiter(map(len, manifest.texts), np.int64, len(manifest))
-        read = (self.reader[ReadRequest(epoch, 0, 0, 1, plan.members[places], plan.pass_numbers(places), shape)]
-                for places, shape in plan.largest(lengths, self.world, self.min_micros))
-        return [batch for batch in read if isinstance(batch, Batch)]
+        text_lengths = np.fromiter(map(len, manifest.texts), np.int64, len(manifest))
+        batches = []
+        for places, shape in plan.largest(text_lengths, self.world, self.min_micros):
+            batch = self.reader[ReadRequest(epoch, 0, 0, 1, plan.members[places], plan.pass_numbers(places), shape)]
+            if isinstance(batch, Batch):
+                batches.append(batch)
+        return batches
 
-    def _from(self, epoch: int, first: int) -> Iterator[ReadRequest]:
+    def _requests_from(self, epoch: int, first_step: int) -> Iterator[ReadRequest]:
         plan = self.epoch_plan(epoch)
-        for step in range(first, len(plan)):
+        for step in range(first_step, len(plan)):
             share = plan.places(step, self.rank, self.world, self.min_micros)
             shape = plan.shape(step, self.world, self.min_micros) if plan.padded else None
             for micro, places in enumerate(share):
@@ -318,10 +339,10 @@ def _check_file_size(batch_bytes: int) -> None:
 
     Such files are in no folder: how large ``/dev/shm`` is, often 64 MB in a container, doesn't matter.
     """
-    longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if longest != resource.RLIM_INFINITY and longest < batch_bytes:
+    max_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if max_bytes != resource.RLIM_INFINITY and max_bytes < batch_bytes:
         raise SbkitError(f"a data worker passes on batches of up to {batch_bytes / 1e6:.1f} MB as files in memory, but "
-                         f"files may only have {longest / 1e6:.1f} MB here (ulimit -f)",
+                         f"files may only have {max_bytes / 1e6:.1f} MB here (ulimit -f)",
                          hint="raise the limit (ulimit -f unlimited), or read without workers (num_workers: 0)")
 
 
@@ -380,8 +401,9 @@ def _dead_worker() -> tuple[str, str] | None:
             killed = -worker.exitcode if worker.exitcode < 0 else None
             cause = f"was killed by {ended_by(killed)}" if killed else f"ended with code {worker.exitcode}"
             row = int(reader.reading[number])
-            last = f"it last read {reader.manifest.ids[row]} ({reader.manifest.wavs[row]})" if row >= 0 else \
-                "it had not read any recording"
+            last = "it had not read any recording"
+            if row >= 0:
+                last = f"it last read {reader.manifest.ids[row]} ({reader.manifest.wavs[row]})"
             hint = _NO_MEMORY if killed == signal.SIGKILL else "if that happens again, leave that recording out"
             return f"number {number} of {len(iterator._workers)} (process {worker.pid}) {cause}; {last}", hint
     return None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import multiprocessing
 import os
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +28,8 @@ from sbkit.data.plan import unit_of
 from sbkit.data.shapes import Shape
 from sbkit.errors import SbkitError, shown
 
+#: The row's own recording, among the columns of signals.
+_RECORDING = ""
 #: Seconds that a worker continues after SIGTERM, so that its run can stop in an orderly way.
 SECONDS_AFTER_SIGTERM = 20
 
@@ -81,7 +82,7 @@ class Reader(Dataset[Any]):
         self.max_samples = max_samples
         self.least = least
         self.nonspeech = nonspeech
-        # Stages of augmentation, and columns that share or join recordings, compute with them.
+        # Stages of augmentation, and columns that share or join recordings, need float32 to compute with.
         self.as_stored = as_stored and not self.columns.signals and (augment is None or not augment.stages)
         # Where rows are segments, their recordings go on.
         self._whole_recordings = not manifest.starts.any()
@@ -108,78 +109,92 @@ class Reader(Dataset[Any]):
 
     def read(self, request: ReadRequest) -> Batch:
         """Read the batch of a request; recordings that can't be read are left out and named in ``batch.damaged``."""
-        place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros}
-        ids = []
-        texts = []
-        read = []
-        damaged = []
-        self._goes_on = []
-        columns: dict[str, Any] = {name: [] for name in self.columns.texts}
-        rows = request.rows.tolist()
-        if self._sharded:
-            prefetch(self.manifest.wavs[row] for row in rows)
-        for row, pass_number in zip(rows, np.broadcast_to(request.pass_numbers, len(rows)).tolist(), strict=True):
-            name = self.manifest.ids[row]
-            try:
-                read.append(self.signals(row, name, pass_number, self.as_stored))
-            except AudioError as error:
-                damaged.append((name, str(error)))
-                continue
-            ids.append(name)
-            texts.append(self.manifest.texts[row])
-            for column in self.columns.texts:
-                columns[column].append(self.columns.text(self.manifest, column, row))
-        count = len(ids)
         shape = request.shape
-        if count < self.least:
-            count = 0
-        if count == 0 or shape is not None:
-            empty = dummy_batch(utterances=self.least, tokens=self.tokenizer is not None, sample_rate=self.sample_rate,
-                             **place)
-            if shape is None:
-                further = self.columns.dummy(empty.signals, empty.signal_lengths)
-                return dataclasses.replace(empty, damaged=damaged, goes_on=self._goes_on, **further)
-            fill = max(0, shape.rows - count)
-            ids = [*ids[:count], *[DUMMY_ID] * fill]
-            texts = [*texts[:count], *[""] * fill]
-            read = read[:count] + [[empty.signals[0, :shape.samples(self.sample_rate)].numpy()]
-                                   * (1 + len(self.columns.signals))] * fill
-            for name, text in self.columns.dummy(empty.signals[:1], empty.signal_lengths[:1])["columns"].items():
-                if name in columns:
-                    columns[name] = columns[name][:count] + text * fill
-        signals, *others = zip(*read, strict=True)
-        stored = self.as_stored and all(signal.dtype == np.int16 for signal in signals[:count])
-        if stored:  # rows that fill a shape are float32
-            signals = tuple(signal if signal.dtype == np.int16 else np.rint(signal * FULL_SCALE).astype(np.int16)
-                            for signal in signals)
-        else:
-            signals = tuple(np.divide(signal, FULL_SCALE, dtype=np.float32) if signal.dtype == np.int16 else signal
-                            for signal in signals)
+        place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros}
+        rows = self._read_rows(request)
+        # With too few utterances, none counts.
+        count = len(rows.ids) if len(rows.ids) >= self.least else 0
+        if shape is None and count == 0:
+            dummy = dummy_batch(utterances=self.least, tokens=self.tokenizer is not None, sample_rate=self.sample_rate,
+                                **place)
+            further = self.columns.dummy(dummy.signals, dummy.signal_lengths)
+            return dataclasses.replace(dummy, damaged=rows.damaged, goes_on=rows.goes_on, **further)
+        if shape is not None:
+            self._fill(rows, count, shape)
+
+        signals = [recordings[0] for recordings in rows.signals]
+        is_int16 = self.as_stored and all(signal.dtype == np.int16 for signal in signals[:count])
+        signals = [_as_int16(signal) if is_int16 else _as_float32(signal) for signal in signals]
         lengths = [len(signal) for signal in signals]
-        labels = self.columns.labels(columns)
+        width = self._width(lengths, shape)
+
+        labels = self.columns.labels(rows.texts_of)
         for numbers in labels.values():
             numbers[count:] = 0  # as any class
-        for name, several in zip(self.columns.signals, others, strict=True):
-            sizes = [len(signal) for signal in several]
-            columns[name] = Padded(_pad(several, torch.float32, self._width(sizes, shape)), torch.tensor(sizes))
-        tokens: list[list[int]] = []
-        for name, text in zip(ids[:count], texts, strict=False):
-            try:
-                tokens.append([] if self.tokenizer is None else self.tokenizer.encode(text))
-            except Exception as error:  # the task's own code
-                raise SbkitError(f"{type(self.tokenizer).__name__}.encode can't take the text of {name}, "
-                                 f"{shown(text)}: {type(error).__name__}: {error}") from error
-        tokens += [[1] if self.tokenizer is not None else [] for _ in ids[count:]]
-        encoded = _pad(tokens, torch.int64, shape.tokens if shape else 0)
-        beyond = shape is not None and (
-            max(lengths) > self._width(lengths, shape) or encoded.shape[1] > shape.tokens or len(ids) > shape.rows)
+        columns: dict[str, Any] = dict(rows.texts_of)
+        for i, name in enumerate(self.columns.signals, 1):
+            others = [recordings[i] for recordings in rows.signals]
+            sizes = [len(signal) for signal in others]
+            columns[name] = Padded(_pad(others, torch.float32, self._width(sizes, shape)), torch.tensor(sizes))
+
+        tokens = self._encoded(rows, count)
+        padded_tokens = _pad(tokens, torch.int64, shape.tokens if shape else 0)
+        beyond_shape = shape is not None and (
+            max(lengths) > width or padded_tokens.shape[1] > shape.tokens or len(rows.ids) > shape.rows)
         return Batch(
-            ids=ids, signals=_pad(signals, torch.int16 if stored else torch.float32, self._width(lengths, shape)),
-            signal_lengths=torch.tensor(lengths), tokens=encoded, beyond_shape=beyond,
-            token_lengths=torch.tensor([len(line) for line in tokens]), real=torch.arange(len(ids)) < count,
-            texts=texts, columns=columns, labels=labels, damaged=damaged, goes_on=self._goes_on,
+            ids=rows.ids, signals=_pad(signals, torch.int16 if is_int16 else torch.float32, width),
+            signal_lengths=torch.tensor(lengths), tokens=padded_tokens, beyond_shape=beyond_shape,
+            token_lengths=torch.tensor([len(ids) for ids in tokens]), real=torch.arange(len(rows.ids)) < count,
+            texts=rows.texts, columns=columns, labels=labels, damaged=rows.damaged, goes_on=rows.goes_on,
             samples=sum(lengths[:count]), sample_rate=self.sample_rate, **place,
         )
+
+    def _read_rows(self, request: ReadRequest) -> _Rows:
+        """Read the rows of a request, except those that are damaged."""
+        rows = _Rows(texts_of={name: [] for name in self.columns.texts})
+        self._goes_on = rows.goes_on
+        indices = request.rows.tolist()
+        pass_numbers = np.broadcast_to(request.pass_numbers, len(indices)).tolist()
+        if self._sharded:
+            prefetch(self.manifest.wavs[row] for row in indices)
+        for row, pass_number in zip(indices, pass_numbers, strict=True):
+            id_ = self.manifest.ids[row]
+            try:
+                signals = self.signals(row, id_, pass_number, self.as_stored)
+            except AudioError as error:
+                rows.damaged.append((id_, str(error)))
+                continue
+            rows.ids.append(id_)
+            rows.texts.append(self.manifest.texts[row])
+            rows.signals.append(signals)
+            for column, texts in rows.texts_of.items():
+                texts.append(self.columns.text(self.manifest, column, row))
+        return rows
+
+    def _fill(self, rows: _Rows, count: int, shape: Shape) -> None:
+        """Keep the first ``count`` rows, and add dummy rows up to those of a shape."""
+        missing = max(0, shape.rows - count)
+        dummy = dummy_batch(utterances=self.least, tokens=self.tokenizer is not None, sample_rate=self.sample_rate)
+        signal = dummy.signals[0, :shape.samples(self.sample_rate)].numpy()
+        columns = self.columns.dummy(dummy.signals[:1], dummy.signal_lengths[:1])["columns"]
+        rows.ids = rows.ids[:count] + [DUMMY_ID] * missing
+        rows.texts = rows.texts[:count] + [""] * missing
+        rows.signals = rows.signals[:count] + [[signal] * (1 + len(self.columns.signals))] * missing
+        for name, texts in rows.texts_of.items():
+            rows.texts_of[name] = texts[:count] + columns[name] * missing
+
+    def _encoded(self, rows: _Rows, count: int) -> list[list[int]]:
+        """The tokens of each row: of the first ``count`` those of their texts, of dummy rows one."""
+        if self.tokenizer is None:
+            return [[] for _ in rows.ids]
+        tokens = []
+        for id_, text in zip(rows.ids[:count], rows.texts[:count], strict=True):
+            try:
+                tokens.append(self.tokenizer.encode(text))
+            except Exception as error:  # the task's own code
+                raise SbkitError(f"{type(self.tokenizer).__name__}.encode can't take the text of {id_}, "
+                                 f"{shown(text)}: {type(error).__name__}: {error}") from error
+        return tokens + [[1] for _ in rows.ids[count:]]
 
     def _width(self, lengths: list[int], shape: Shape | None) -> int:
         """The number of samples to which each row of the batch is padded."""
@@ -198,13 +213,34 @@ class Reader(Dataset[Any]):
         self.reading[worker.id if worker else 0] = row
         start = float(manifest.starts[row])
         duration = float(manifest.durations[row])
-        rng = None if self.augment is None else self.augment.rng(self.seed, pass_number, name)
-        speed = 1.0 if self.augment is None or rng is None else self.augment.speed(rng)
+        rng = None
+        speed = 1.0
+        if self.augment is not None:
+            rng = self.augment.rng(self.seed, pass_number, name)
+            speed = self.augment.speed(rng)
 
-        def read(wav: str, start: float, duration: float, speed: float = 1.0, as_stored: bool = False,
-                 goes_on: Callable[[float], None] | None = None) -> np.ndarray:
-            return read_utterance(wav, start, duration, sample_rate=self.sample_rate, speed=speed,
-                                  remote=manifest.remote, as_stored=as_stored, goes_on=goes_on)
+        recording = self._recording(row, name, pass_number, speed, as_stored)
+        aligned = {_RECORDING: recording}
+        others = {}
+        for other, column in self.columns.signals.items():
+            if not column.aligned:
+                others[other] = self._read(manifest.column(other)[row], 0.0, float(self._seconds[other][row]))
+            elif column.or_recording and other not in manifest.meta:
+                aligned[other] = recording.copy()
+            else:
+                aligned[other] = self._read(manifest.column(other)[row], start, duration, speed)
+
+        shortest = min(map(len, aligned.values()))  # their files may differ by some samples
+        signals = [signal[:shortest] for signal in aligned.values()]
+        if self.augment is not None and rng is not None:
+            signals = self.augment.together(signals, rng)
+        by_column = others | dict(zip(aligned, signals, strict=True))
+        return [by_column[column] for column in (_RECORDING, *self.columns.signals)]
+
+    def _recording(self, row: int, name: str, pass_number: int, speed: float, as_stored: bool) -> np.ndarray:
+        """Read a row's recording; with ``nonspeech``, make what is heard in a row without one, or under a recording."""
+        manifest = self.manifest
+        duration = float(manifest.durations[row])
 
         def note_rest(recorded: float) -> None:
             what = f"its row says {duration:.2f} s, but {manifest.wavs[row]} has {recorded:.2f} s"
@@ -212,38 +248,47 @@ class Reader(Dataset[Any]):
 
         # Preparation compares some rows with their recordings; here it costs nothing to compare all.
         note = note_rest if self._whole_recordings else None
-
         if self.nonspeech is None:
-            recording = read(manifest.wavs[row], start, duration, speed, as_stored, note)
-        else:
-            silence = Augment.rng(self.seed, pass_number, f"{name} silence")
-            if rows := self.nonspeech.rows_of(manifest.wavs[row]):
-                like, *spoken = (functools.partial(
-                    read, manifest.wavs[each], float(manifest.starts[each]), float(manifest.durations[each]), speed)
-                    for each in rows)
-                recording = self.nonspeech.signal(round(duration / speed * self.sample_rate), self.sample_rate, silence,
-                                                  [each() for each in spoken], like)
-            else:
-                under = silence.random() < self.nonspeech.under
-                recording = alone = read(manifest.wavs[row], start, duration, speed, as_stored and not under, note)
-                if under:
-                    recording = self.nonspeech.signal(len(alone), self.sample_rate, silence, [alone], lambda: alone,
-                                                      UNDER)
-        aligned = {"": recording}
-        others = {}
-        for other, column in self.columns.signals.items():
-            if not column.aligned:
-                others[other] = read(manifest.column(other)[row], 0.0, float(self._seconds[other][row]))
-            elif column.or_recording and other not in manifest.meta:
-                aligned[other] = recording.copy()
-            else:
-                aligned[other] = read(manifest.column(other)[row], start, duration, speed)
-        shortest = min(map(len, aligned.values()))  # their files may differ by some samples
-        signals = [signal[:shortest] for signal in aligned.values()]
-        if self.augment is not None and rng is not None:
-            signals = self.augment.together(signals, rng)
-        found = others | dict(zip(aligned, signals, strict=True))
-        return [found[other] for other in ("", *self.columns.signals)]
+            return self._read_row(row, speed, as_stored, note)
+
+        rng = Augment.rng(self.seed, pass_number, f"{name} silence")
+        heard_rows = self.nonspeech.rows_of(manifest.wavs[row])
+        if heard_rows:  # the row is made
+            like, *spoken = heard_rows
+            size = round(duration / speed * self.sample_rate)
+            utterances = [self._read_row(spoken_row, speed) for spoken_row in spoken]
+            return self.nonspeech.signal(size, self.sample_rate, rng, utterances, lambda: self._read_row(like, speed))
+
+        is_under = rng.random() < self.nonspeech.under
+        recording = self._read_row(row, speed, as_stored and not is_under, note)
+        if not is_under:
+            return recording
+        return self.nonspeech.signal(len(recording), self.sample_rate, rng, [recording], lambda: recording, UNDER)
+
+    def _read_row(self, row: int, speed: float, as_stored: bool = False,
+                  goes_on: Callable[[float], None] | None = None) -> np.ndarray:
+        manifest = self.manifest
+        return self._read(manifest.wavs[row], float(manifest.starts[row]), float(manifest.durations[row]), speed,
+                          as_stored, goes_on)
+
+    def _read(self, wav: str, start: float, duration: float, speed: float = 1.0, as_stored: bool = False,
+              goes_on: Callable[[float], None] | None = None) -> np.ndarray:
+        return read_utterance(wav, start, duration, sample_rate=self.sample_rate, speed=speed,
+                              remote=self.manifest.remote, as_stored=as_stored, goes_on=goes_on)
+
+
+@dataclass
+class _Rows:
+    """The rows of a batch, before they are padded."""
+
+    texts_of: dict[str, list[str]]
+    """The texts in each column of labels."""
+    ids: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    signals: list[list[np.ndarray]] = field(default_factory=list)
+    """Of each row its recording, then those of the columns of signals."""
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+    goes_on: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -254,36 +299,52 @@ class Failure:
     traceback: str | None
 
 
+def _as_int16(signal: np.ndarray) -> np.ndarray:
+    """A signal as it is stored; only rows that fill a shape are float32."""
+    return signal if signal.dtype == np.int16 else np.rint(signal * FULL_SCALE).astype(np.int16)
+
+
+def _as_float32(signal: np.ndarray) -> np.ndarray:
+    return np.divide(signal, FULL_SCALE, dtype=np.float32) if signal.dtype == np.int16 else signal
+
+
 def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int = 0) -> torch.Tensor:
     """Pad rows with 0 to ``[B, width]``, or wider if a row is longer; in a worker, directly in shared memory."""
-    shape = len(rows), max(width, *map(len, rows))
+    shape = (len(rows), max(width, *map(len, rows)))
     in_worker = torch.utils.data.get_worker_info() is not None and shape[1] > 0
     if in_worker and hasattr(os, "memfd_create"):
-        # Written as a file, since the kernel zeroes each page of a mapping before it is overwritten. What isn't written
-        # reads as 0.
-        size = shape[0] * shape[1] * dtype.itemsize
-        kind = torch.empty(0, dtype=dtype).numpy().dtype
-        file = os.memfd_create("batch")
-        try:
-            os.ftruncate(file, size)
-            for i, row in enumerate(rows):
-                data = np.ascontiguousarray(row, kind)
-                if os.pwrite(file, data.data, i * shape[1] * kind.itemsize) < data.nbytes:
-                    raise MemoryError("no memory is left for a batch")
-            of_file: Any = torch.UntypedStorage  # with a method that its types lack
-            storage = of_file._new_shared_fd_cpu(file, size)
-        finally:
-            os.close(file)
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))
+        return _pad_in_file(rows, dtype, shape)
     if in_worker:
         storage = torch.UntypedStorage._new_shared(shape[0] * shape[1] * dtype.itemsize)
-        out = torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))
+        padded = torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))
     else:
-        out = torch.zeros(shape, dtype=dtype)
-    view = out.numpy()
+        padded = torch.zeros(shape, dtype=dtype)
+    view = padded.numpy()
     for i, row in enumerate(rows):
         view[i, : len(row)] = row
-    return out
+    return padded
+
+
+def _pad_in_file(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
+    """Pad rows with 0 in a file in memory, which the main process maps.
+
+    They are written as into any file, since the kernel zeroes each page of a mapping before it is overwritten. What
+    isn't written reads as 0.
+    """
+    size = shape[0] * shape[1] * dtype.itemsize
+    kind = torch.empty(0, dtype=dtype).numpy().dtype
+    file = os.memfd_create("batch")
+    try:
+        os.ftruncate(file, size)
+        for i, row in enumerate(rows):
+            data = np.ascontiguousarray(row, kind)
+            if os.pwrite(file, data.data, i * shape[1] * kind.itemsize) < data.nbytes:
+                raise MemoryError("no memory is left for a batch")
+        untyped: Any = torch.UntypedStorage  # with a method that its types lack
+        storage = untyped._new_shared_fd_cpu(file, size)
+    finally:
+        os.close(file)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))
 
 
 #: Signals that whole process groups get, but only the run should handle.
