@@ -185,17 +185,23 @@ class Plan:
             rounded = (np.ceil(self.durations / units - 1e-4) * units).astype(np.float32)
             longest = np.float32(batching.max_batch_seconds / batching.min_capacity)
             self.durations = np.maximum(self.durations, np.minimum(rounded, longest))
-        # Without rounding, so that the number of labels in a step doesn't depend on the device.
         seconds = batching.update_seconds
         least = batching.min_batch_utterances
-        self.sampler: LabelSampler | Buckets = Buckets(
-            self.durations, seconds, batching.buckets, least, parts, batching.seed) if labels is None else LabelSampler(
-                labels, np.asarray(durations, np.float32), batching.clips_per or {}, seconds, least)
+        self.sampler: LabelSampler | Buckets
+        if labels is None:
+            self.sampler = Buckets(self.durations, seconds, batching.buckets, least, parts, batching.seed)
+        else:
+            # Without rounding, so that the number of labels in a step doesn't depend on the device.
+            unrounded = np.asarray(durations, np.float32)
+            self.sampler = LabelSampler(labels, unrounded, batching.clips_per or {}, seconds, least)
         self.edges = self.sampler.edges
         lengths = self.sampler.lengths
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
-        self.passes = max(1, -(-batching.min_steps // (len(lengths) * epochs))) if epochs else 1
+        """Where each step of a pass begins among the utterances that are drawn, and the end."""
+        self.passes = 1
         """How often an epoch goes through the corpus."""
+        if epochs:
+            self.passes = max(1, -(-batching.min_steps // (len(lengths) * epochs)))
         self._tokens: np.ndarray | None = None  # of each utterance, if micro-batches are padded to shapes
         self._shapes: dict[tuple[int, int], Shapes] = {}
 
@@ -231,11 +237,12 @@ class Plan:
 
     def _shape_of(self, place: int, world: int, min_micros: int) -> tuple[Shape, int] | None:
         """The shape of the micro-batches of the step at a place of a pass, and their number on each rank."""
-        found = self.shapes(world, min_micros)
-        if found is None or not isinstance(self.sampler, Buckets):
+        shapes = self.shapes(world, min_micros)
+        if shapes is None or not isinstance(self.sampler, Buckets):
             return None
-        bucket = int(self.sampler.of_step[place % (len(self._bounds) - 1)])
-        return found.of_bucket[bucket], found.micros[bucket]
+        steps_of_pass = len(self._bounds) - 1
+        bucket = int(self.sampler.of_step[place % steps_of_pass])
+        return shapes.of_bucket[bucket], shapes.micros[bucket]
 
     def __len__(self) -> int:
         """The number of steps in an epoch."""
@@ -243,22 +250,26 @@ class Plan:
 
     def epoch(self, epoch: int) -> EpochPlan:
         """The plan of one epoch, counted from 1; every epoch, and every pass in it, is shuffled differently."""
-        steps = len(self._bounds) - 1
-        size = int(self._bounds[-1])
-        bounds = [self._bounds[:1], *(self._bounds[1:] + i * size for i in range(self.passes))]
+        steps_of_pass = len(self._bounds) - 1
+        utterances_of_pass = int(self._bounds[-1])
         members = []
         pass_numbers = []
+        bounds = [self._bounds[:1]]
         orders = []
-        for i, number in enumerate(range(self.passes * (epoch - 1) + 1, self.passes * epoch + 1)):
+        for i in range(self.passes):
+            number = self.passes * (epoch - 1) + 1 + i
             rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, number]))
-            drawn, numbers = self.sampler.draw(rng, number)
-            order = rng.permutation(steps)
+            utterances, numbers = self.sampler.draw(rng, number)
+            order = rng.permutation(steps_of_pass)
             if number <= 1 and self.batching.sort in ("ascending", "descending"):
                 # Steps are numbered bucket by bucket, the shortest first.
-                order = np.arange(steps)[:: 1 if self.batching.sort == "ascending" else -1]
-            members.append(drawn)
+                order = np.arange(steps_of_pass)
+                if self.batching.sort == "descending":
+                    order = order[::-1]
+            members.append(utterances)
             pass_numbers.append(numbers)
-            orders.append(order + i * steps)
+            bounds.append(self._bounds[1:] + i * utterances_of_pass)
+            orders.append(order + i * steps_of_pass)
         return EpochPlan(self.durations, self.batching, np.concatenate(members), np.concatenate(bounds),
                          np.concatenate(orders), pass_numbers, self._shape_of if self._tokens is not None else None)
 
@@ -278,7 +289,16 @@ class Plan:
 
 
 class EpochPlan:
-    """One epoch: an ordered list of optimizer steps, each a set of utterances of similar duration."""
+    """One epoch: an ordered list of optimizer steps, each a set of utterances of similar duration.
+
+    members: the utterances of all passes, step by step as the sampler has drawn them. The number of a row in it is its
+        place.
+    bounds: the places at which steps begin, and the end.
+    order: the numbers of steps, in the order in which they are trained on.
+    pass_numbers: of each pass in the epoch, those of its members: which time the run uses them.
+    shape_of: returns the shape and the number of a rank's micro-batches for (step number, world, min_micros); None:
+        micro-batches have the shapes of their utterances.
+    """
 
     def __init__(self, durations: np.ndarray, batching: Batching, members: np.ndarray, bounds: np.ndarray,
                  order: np.ndarray, pass_numbers: Sequence[np.ndarray],
@@ -324,8 +344,12 @@ class EpochPlan:
 
     def shape(self, i: int, world: int = 1, min_micros: int = 1) -> Shape | None:
         """The shape that the micro-batches of step ``i`` are padded to; None: each has that of its utterances."""
-        found = self._shape_of and self._shape_of(int(self._order[i]), world, min_micros)
-        return found and found[0]
+        padded = self._padded(i, world, min_micros)
+        return None if padded is None else padded[0]
+
+    def _padded(self, i: int, world: int, min_micros: int) -> tuple[Shape, int] | None:
+        """The shape of the micro-batches of step ``i``, and their number on each rank; None if they have none."""
+        return None if self._shape_of is None else self._shape_of(int(self._order[i]), world, min_micros)
 
     def largest(self, lengths: np.ndarray, world: int = 1,
                 min_micros: int = 1) -> list[tuple[np.ndarray, Shape | None]]:
@@ -337,58 +361,74 @@ class EpochPlan:
 
         lengths : the number of tokens of each utterance, or what grows with it
         """
-        best: dict[int, tuple[float, np.ndarray, Shape | None]] = {}
+        largest: dict[int, tuple[float, np.ndarray, Shape | None]] = {}  # by the number of the measure
         for step in range(len(self)):
             shape = self.shape(step, world, min_micros)
-            for places in self._parts(step, world, min_micros)[0][:1 if shape else None]:
-                rows = self.members[places]
-                count, longest, tokens = shape or (len(rows), float(self.durations[rows].max()), lengths[rows].max())
-                sizes = count * longest, longest, count, count * tokens, count * longest * tokens
+            parts, _ = self._parts(step, world, min_micros)
+            if shape is not None:  # all are padded to it
+                parts = parts[:1]
+            for places in parts:
+                if shape is not None:
+                    count, longest, tokens = shape
+                else:
+                    rows = self.members[places]
+                    count = len(rows)
+                    longest = float(self.durations[rows].max())
+                    tokens = lengths[rows].max()
+                sizes = (count * longest, longest, count, count * tokens, count * longest * tokens)
                 for measure, size in enumerate(sizes):
-                    if size > best.get(measure, (0.0,))[0]:
-                        best[measure] = size, places, shape
-        return list({places.tobytes(): (places, shape) for _, places, shape in best.values()}.values())
+                    largest_size = largest[measure][0] if measure in largest else 0.0
+                    if size > largest_size:
+                        largest[measure] = (size, places, shape)
+        different = {places.tobytes(): (places, shape) for _, places, shape in largest.values()}
+        return list(different.values())
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (keeps one step, and this object lives for an epoch)
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
+        """The micro-batches of step ``i`` on all ranks, as places in ``members``, and their number on each rank."""
         batching = self.batching
         clips = self._clips
-        start, stop = self._bounds[self._order[i] : self._order[i] + 2]
-        places = np.arange(start, stop).reshape(-1, clips)  # what stays together
+        number = self._order[i]
+        start, stop = self._bounds[number : number + 2]
+        places = np.arange(start, stop).reshape(-1, clips)  # a row stays together
         longest = self.durations[self.members[places]].max(1)
         order = np.argsort(-longest, kind="stable")
-        if self._shape_of and (padded := self._shape_of(int(self._order[i]), world, min_micros)) is not None:
-            # All micro-batches get one shape, so they are even if they have as many utterances.
-            parts = min(padded[1] * world, max(1, len(places) // batching.min_batch_utterances))
-            return np.array_split(places[order].ravel(), parts), padded[1]
         places = places[order]
+
+        padded = self._padded(i, world, min_micros)
+        if padded is not None:
+            # All micro-batches get one shape, so they are even if they have as many utterances.
+            _, micros = padded
+            count = min(micros * world, max(1, len(places) // batching.min_batch_utterances))
+            return np.array_split(places.ravel(), count), micros
+
         seconds = (clips * longest[order]).tolist()
         largest = (batching.max_batch_utterances or places.size) // clips
         smallest = -(-batching.min_batch_utterances // clips)
-        cuts = _cut(seconds, batching.max_batch_seconds, smallest, largest)
-        assert cuts is not None, "the number of runs isn't limited here"
-        micros = max(min_micros, -(-len(cuts) // world))
-        allowed = micros * world
-        # The smallest limit for which `allowed` parts are enough makes them as even as possible.
-        low = sum(seconds) / allowed
+        fewest_cuts = _cut(seconds, batching.max_batch_seconds, smallest, largest)
+        assert fewest_cuts is not None, "the number of runs isn't limited here"
+        micros = max(min_micros, -(-len(fewest_cuts) // world))
+        max_cuts = micros * world
+        # The smallest limit of seconds for which this number is enough makes them as even as possible.
+        low = sum(seconds) / max_cuts
         high = batching.max_batch_seconds
-        best = cuts
+        even_cuts = fewest_cuts
         while high - low > 0.01 * high:
             middle = (low + high) / 2
-            cuts = _cut(seconds, middle, smallest, largest, allowed)
+            cuts = _cut(seconds, middle, smallest, largest, max_cuts)
             if cuts is None:
                 low = middle
             else:
-                best = cuts
+                even_cuts = cuts
                 high = middle
-        return [places[a:b].ravel() for a, b in best], micros
+        return [places[first:end].ravel() for first, end in even_cuts], micros
 
 
 def _cut(seconds: list[float], max_seconds: float, least: int, most: int,
-         allowed: int | None = None) -> list[tuple[int, int]] | None:
+         max_cuts: int | None = None) -> list[tuple[int, int]] | None:
     """Cut descending durations into runs of at most ``max_seconds``, padding included, and ``least`` to ``most`` items.
 
-    None if that takes more than ``allowed`` runs. If ``least`` requires it, a run has more seconds: at most those of
+    None if that takes more than ``max_cuts`` runs. If ``least`` requires it, a run has more seconds: at most those of
     ``2 * least - 1`` items, which fit into ``max_batch_seconds``.
     """
     cuts: list[tuple[int, int]] = []
@@ -396,24 +436,28 @@ def _cut(seconds: list[float], max_seconds: float, least: int, most: int,
     total = len(seconds)
     max_seconds *= 1 + 1e-6  # durations are float32
     while start < total:
-        if allowed is not None and (len(cuts) == allowed or least * seconds[start] > max_seconds):
+        if max_cuts is not None and (len(cuts) == max_cuts or least * seconds[start] > max_seconds):
             return None
-        size = min(max(least, int(max_seconds / seconds[start])), most, total - start)
-        left = total - start - size
-        if 0 < left < least:  # too few for a separate run
-            size = total - start - least if total - start >= 2 * least else total - start
+        remaining = total - start
+        size = min(max(least, int(max_seconds / seconds[start])), most, remaining)
+        if 0 < remaining - size < least:  # too few for a separate run
+            size = remaining - least if remaining >= 2 * least else remaining
         cuts.append((start, start + size))
         start += size
     return cuts
 
 
 def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None) -> None:
+    """Refuse durations of which no plan can be made."""
     if not len(durations):
         raise SbkitError("the training set is empty", hint="prepare_report.json says what was left out")
 
-    def some(wrong: np.ndarray) -> str:
-        shown = [f"{ids[i] if ids is not None else f'row {i}'} ({durations[i]:.2f} s)" for i in wrong[:5]]
-        return ", ".join(shown) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+    def some(rows: np.ndarray) -> str:
+        """Name up to five rows."""
+        names = [f"row {row}" if ids is None else ids[row] for row in rows[:5]]
+        examples = [f"{name} ({durations[row]:.2f} s)" for name, row in zip(names, rows, strict=False)]
+        more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+        return ", ".join(examples) + more
 
     wrong = np.flatnonzero(~(np.isfinite(durations) & (durations > 0)))
     if len(wrong):
