@@ -30,7 +30,9 @@ META_ALIASES: dict[str, tuple[str, ...]] = {
     "accent": ("accents", "accent"), "age": ("age",), "gender": ("gender", "sex"),
     "language": ("locale", "language", "lang"),
 }
-_SHORT, _LOOKED_FOR = 10_000_000, 10  # bytes of a list that the check reads, and how many recordings it looks for
+#: The check of a recipe reads lists up to this many bytes, and looks for this many of their recordings.
+_SHORT_LIST_BYTES = 10_000_000
+_LOOKED_FOR = 10
 
 
 class Rows:
@@ -52,7 +54,8 @@ class Rows:
         self.origin = origin
         self.ids = Column(ids)
         self.wavs = Column(wavs)
-        self.texts, self.speakers = (blank(count) if column is None else Column(column) for column in (texts, speakers))
+        self.texts = blank(count) if texts is None else Column(texts)
+        self.speakers = blank(count) if speakers is None else Column(speakers)
         self.durations = np.full(count, np.nan) if durations is None else durations
         self.starts = np.zeros(count) if starts is None else starts
         self.meta = {name: Column(column) for name, column in (meta or {}).items()}
@@ -68,10 +71,11 @@ class Rows:
 
     def column(self, name: str) -> Column:
         """A column by its role."""
-        own = {"speaker": self.speakers, "text": self.texts, "id": self.ids, **self.meta}
-        if name not in own or (name == "speaker" and not pc.any(pc.not_equal(self.speakers.arrow, "")).as_py()):
-            raise no_column(self.origin, name, [each for each in own if each != name], {})
-        return own[name]
+        columns = {"speaker": self.speakers, "text": self.texts, "id": self.ids, **self.meta}
+        has_speakers = pc.any(pc.not_equal(self.speakers.arrow, "")).as_py()
+        if name not in columns or (name == "speaker" and not has_speakers):
+            raise no_column(self.origin, name, [other for other in columns if other != name], {})
+        return columns[name]
 
     def take(self, indices: np.ndarray) -> Rows:
         """The rows with these indices, and all malformed ones."""
@@ -103,7 +107,8 @@ class Source(ABC):
     @property
     def needed(self) -> tuple[str, ...]:
         """The roles that columns must have."""
-        return ("audio", *(("text",) if self.needs_text else ()), *self.wanted)
+        texts = ("text",) if self.needs_text else ()
+        return ("audio", *texts, *self.wanted)
 
     @property
     def folders(self) -> list[str]:
@@ -132,11 +137,13 @@ class Source(ABC):
             size = sum(path.stat().st_size for path in files)
         except OSError as error:
             raise SbkitError(f"{error.filename}: cannot be read ({error.strerror or error})") from None
-        if files and size <= _SHORT:
+        if files and size <= _SHORT_LIST_BYTES:
             wavs = self.read(name, show_progress=False).wavs
-            some = wavs.take(np.unique(np.linspace(0, len(wavs) - 1, _LOOKED_FOR).astype(int))) if len(wavs) else wavs
-            if len(some) and not existing(some).any():
-                raise MissingRecordings(f"{files[0]}: there is no {some[0]}, nor any other of the {len(some)} "
+            if not len(wavs):
+                return
+            sample = wavs.take(np.unique(np.linspace(0, len(wavs) - 1, _LOOKED_FOR).astype(int)))
+            if not existing(sample).any():
+                raise MissingRecordings(f"{files[0]}: there is no {sample[0]}, nor any other of the {len(sample)} "
                                         "recordings that were looked for", hint=self.paths_start)
             return
         header = self.header(name)
@@ -153,9 +160,9 @@ class Source(ABC):
 
     def check_texts(self) -> None:
         """Refuse a layout that never has transcripts, if the task needs them."""
-        said, hint = self.no_texts
-        if self.needs_text and said:
-            raise SbkitError(f"{self.where} {said}", hint=hint)
+        message, hint = self.no_texts
+        if self.needs_text and message:
+            raise SbkitError(f"{self.where} {message}", hint=hint)
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -190,12 +197,12 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
         durations=np.concatenate([part.durations for part in parts]),
         starts=np.concatenate([part.starts for part in parts]),
         meta={name: stack(part.meta.get(name) or blank(len(part)) for part in parts) for name in names},
-        malformed=[bad for part in parts for bad in part.malformed])
+        malformed=[row for part in parts for row in part.malformed])
 
 
-def blank(n: int) -> Column:
+def blank(count: int) -> Column:
     """A column of N empty strings."""
-    return Column(pa.repeat("", n))
+    return Column(pa.repeat("", count))
 
 
 def stamp(path: Path) -> list[Any]:
@@ -226,8 +233,9 @@ def no_column(where: object, role: str, available: Iterable[str], columns: Mappi
     wanted = ("any of " if len(names) > 1 else "") + ", ".join(map(repr, names))
     available = list(available)
     hint = f"name it in the corpus's columns, e.g. columns: {{{role}: NAME}}"
-    if len(available) == 1 and (separator := next((each for each in ";\t|" if each in available[0]), None)):
-        hint = f"its fields seem to be separated by {separator!r}: use commas, or tabs in a .tsv"
+    separators = [char for char in ";\t|" if len(available) == 1 and char in available[0]]
+    if separators:
+        hint = f"its fields seem to be separated by {separators[0]!r}: use commas, or tabs in a .tsv"
     elif any(name.lower().endswith(SUFFIXES) for name in available):
         hint = "its first line seems to be a row: put one with the columns' names above it, such as ID,wav,wrd"
     return SbkitError(
@@ -238,13 +246,13 @@ def no_column(where: object, role: str, available: Iterable[str], columns: Mappi
 def unique_ids(ids: Iterable[str]) -> list[str]:
     """Make ids unique with numbers (a, a-2, a-3), skipping those that already exist."""
     ids = list(ids)
-    known = set(ids)
-    seen = dict.fromkeys(ids, 0)
+    existing_ids = set(ids)
+    last_number = dict.fromkeys(ids, 0)
     result = []
     for id_ in ids:
-        seen[id_] += 1
-        if seen[id_] > 1:
-            while f"{id_}-{seen[id_]}" in known:
-                seen[id_] += 1
-        result.append(id_ if seen[id_] == 1 else f"{id_}-{seen[id_]}")
+        number = last_number[id_] + 1
+        while number > 1 and f"{id_}-{number}" in existing_ids:
+            number += 1
+        last_number[id_] = number
+        result.append(id_ if number == 1 else f"{id_}-{number}")
     return result

@@ -48,8 +48,8 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
         return _open_folder(Path(source), cache, language, columns, data_root)
     check_exists(source)
     if isinstance(source, Mapping):
-        return Mixed({split: [_open_file(path, cache, columns, data_root) for path in _paths(split, named)]
-                      for split, named in source.items()})
+        return Mixed({split: [_open_file(path, cache, columns, data_root) for path in _paths(split, files)]
+                      for split, files in source.items()})
     path = Path(source)
     if str(source).startswith(("hf://", _HUB_PAGE)):
         return Hub(str(source).replace(_HUB_PAGE, "hf://"), cache, columns)
@@ -63,22 +63,24 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
 def check_exists(source: Named) -> None:
     """Refuse a source whose files or folders don't exist, or that is of no known kind, without reading it."""
     if isinstance(source, Mapping):
-        given: list[str | Path] = [path for split, named in source.items() for path in _paths(split, named)]
+        names: list[str | Path] = [path for split, files in source.items() for path in _paths(split, files)]
         suffixes = ONE_SPLIT
         kind = "file"
         expected = f"expected {', '.join(ONE_SPLIT)}"
     else:
-        given = [] if is_hub_address(source) else [source]
+        names = [] if is_hub_address(source) else [source]
         suffixes = (*SUFFIXES, *ONE_SPLIT)
         kind = "file or folder"
         expected = _EXPECTED
-    for each in given:
-        if not Path(each).exists():
-            raise SbkitError(f"{each}: no such {kind}", hint=expected)
-        if Path(each).is_file() and not str(each).endswith(suffixes):
-            raise SbkitError(f"{each}: unknown format", hint=expected)
-        if Path(each).is_dir() and not isinstance(source, Mapping) and not language_folders(Path(each)):
-            _open_folder(Path(each), Path(), None, {}, None)  # of a release, whichever language is chosen later
+    for name in names:
+        path = Path(name)
+        if not path.exists():
+            raise SbkitError(f"{name}: no such {kind}", hint=expected)
+        if path.is_file() and not str(name).endswith(suffixes):
+            raise SbkitError(f"{name}: unknown format", hint=expected)
+        # Of a release's folder of languages one is chosen later; any other folder is of a known kind or refused here.
+        if path.is_dir() and not isinstance(source, Mapping) and not language_folders(path):
+            _open_folder(path, Path(), None, {}, None)
 
 
 def is_hub_address(source: str | Path) -> bool:
@@ -121,18 +123,23 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
 def _of_files(kind: type[FileSource], folder: Path, files: Mapping[str, Path], columns: Mapping[str, str],
               data_root: str | Path | None) -> Source:
     """Open a folder's files, one per split or shard of a split (``train-3-of-16.jsonl``); all shards must exist."""
+    # By split and (number of shards, number of this one), which is (0, 0) for a whole file: the name.
     splits: dict[str, dict[tuple[int, int], str]] = {}
     for name in files:
         match = _SHARD.fullmatch(name)
-        split, place = (match["split"], (int(match["shards"]), int(match["number"]))) if match else (name, (0, 0))
-        splits.setdefault(split, {})[place] = name
+        if match is None:
+            splits.setdefault(name, {})[0, 0] = name
+        else:
+            splits.setdefault(match["split"], {})[int(match["shards"]), int(match["number"])] = name
     if all(list(names) == [(0, 0)] for names in splits.values()):
         return kind(files, columns, data_root)
+
     for split, names in splits.items():
-        shards = max(names)[0]
+        shards, _ = max(names)
         first = 0 if (shards, 0) in names else 1
         expected = [(shards, number) for number in range(first, first + shards)] or [(0, 0)]
-        if missing := [number for place, number in expected if (place, number) not in names]:
+        missing = [number for _, number in expected if (shards, number) not in names]
+        if missing:
             raise SbkitError(f"{folder} lacks {split}-{missing[0]}-of-{shards}: {len(missing)} of {shards} shards",
                              hint="add what is missing, or name the files: {train: [FILE, FILE]}")
         if len(names) > len(expected):
@@ -142,11 +149,12 @@ def _of_files(kind: type[FileSource], folder: Path, files: Mapping[str, Path], c
                   for split, names in splits.items()})
 
 
-def _paths(split: str, named: object) -> list[Path]:
-    several = [named] if isinstance(named, (str, Path)) else named
-    if not isinstance(several, Sequence) or not several or not all(isinstance(one, (str, Path)) for one in several):
-        raise SbkitError(f"corpus: {split} is {named!r}", hint="expected a file, or a list of files")
-    return [Path(one) for one in several]
+def _paths(split: str, files: object) -> list[Path]:
+    """The paths of a split's files, of which a recipe names one or several."""
+    paths = [files] if isinstance(files, (str, Path)) else files
+    if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, (str, Path)) for path in paths):
+        raise SbkitError(f"corpus: {split} is {files!r}", hint="expected a file, or a list of files")
+    return [Path(path) for path in paths]
 
 
 def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: str | Path | None) -> Source:

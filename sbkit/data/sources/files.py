@@ -25,8 +25,9 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with untrusted.open_regular(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
-                if line := stripped(line):
-                    yield number, line
+                content = stripped(line)
+                if content:
+                    yield number, content
     except OSError as error:
         raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
 
@@ -88,9 +89,10 @@ class FileSource(Source):
         paths = replace_data_root(wavs.arrow, root)
         relative = pc.invert(pc.or_(pc.starts_with(paths, "/"), pc.match_substring(paths, "://")))
         if pc.any(relative).as_py():
-            first = os.path.join(root, paths.filter(relative)[0].as_py().split("?")[0])
-            here = os.path.abspath(paths.filter(relative)[0].as_py().split("?")[0])
-            start = os.getcwd() if os.path.exists(here) and not os.path.exists(first) else root
+            first = paths.filter(relative)[0].as_py().split("?")[0]
+            in_root = os.path.exists(os.path.join(root, first))
+            in_working_directory = os.path.exists(os.path.abspath(first))
+            start = os.getcwd() if in_working_directory and not in_root else root
             paths = pc.if_else(relative, join(start.rstrip("/") + "/", paths), paths)
         return Column(paths)
 
@@ -102,25 +104,25 @@ class Mixed(Source):
 
     def __init__(self, parts: Mapping[str, Sequence[Source]]):
         self.parts = dict(parts)
-        self.kind = " + ".join(dict.fromkeys(part.kind for part in self._all()))
-        self.where = ", ".join(dict.fromkeys(part.where for part in self._all()))
-        self.recorded = all(part.recorded for part in self._all())
+        self.kind = " + ".join(dict.fromkeys(part.kind for part in self._all_parts()))
+        self.where = ", ".join(dict.fromkeys(part.where for part in self._all_parts()))
+        self.recorded = all(part.recorded for part in self._all_parts())
 
-    def _all(self) -> Iterator[Source]:
-        return (part for several in self.parts.values() for part in several)
+    def _all_parts(self) -> Iterator[Source]:
+        return (part for of_split in self.parts.values() for part in of_split)
 
     @property
     def folders(self) -> list[str]:
-        return [folder for part in self._all() for folder in part.folders]
+        return [folder for part in self._all_parts() for folder in part.folders]
 
     def names(self) -> list[str]:
         return list(self.parts)
 
     def fingerprint(self) -> list[Any]:
-        return [[name, *(part.fingerprint() for part in several)] for name, several in self.parts.items()]
+        return [[name, *(part.fingerprint() for part in of_split)] for name, of_split in self.parts.items()]
 
     def intact(self) -> bool:
-        return all(part.intact() for part in self._all())
+        return all(part.intact() for part in self._all_parts())
 
     def check_list(self, name: str) -> None:
         for part in self.parts[name]:

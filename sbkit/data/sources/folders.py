@@ -36,14 +36,15 @@ class AudioFolder(Source):
     def __init__(self, folder: Path):
         self.folder = folder
         self.where = str(folder)
-        above = [name for name in ("train.tsv", "train.csv", "train.jsonl", "train.json")
-                 if (folder.resolve().parent / name).is_file()]
-        if above:  # the recordings of a corpus
-            self.no_texts = self.no_texts[0], f"name the folder above it, which has a {above[0]}"
-        splits = {name for names in ALIASES.values() for name in names}
-        below = sorted(each.name for each in folder.iterdir()
-                       if each.is_dir() and each.name.lower() in splits and self.matches(each))
-        self.splits = {name: folder / name for name in below} or {"train": folder}
+        lists_above = [name for name in ("train.tsv", "train.csv", "train.jsonl", "train.json")
+                       if (folder.resolve().parent / name).is_file()]
+        if lists_above:  # the recordings of a corpus
+            message, _ = self.no_texts
+            self.no_texts = (message, f"name the folder above it, which has a {lists_above[0]}")
+        split_names = {name for names in ALIASES.values() for name in names}
+        split_folders = sorted(path for path in folder.iterdir()
+                               if path.is_dir() and path.name.lower() in split_names and self.matches(path))
+        self.splits = {path.name: path for path in split_folders} or {"train": folder}
 
     @staticmethod
     def matches(folder: Path) -> bool:
@@ -65,10 +66,13 @@ class AudioFolder(Source):
         self.check_texts()
         folder = self.splits[name]
         paths = self._files(folder)
-        ids = [path.relative_to(folder) for path in paths]
-        times = Counter(each.with_suffix("") for each in ids)
-        named = [stem if times[stem := each.with_suffix("")] == 1 else each for each in ids]
-        return Rows(str(folder), [each.as_posix() for each in named], [str(path.absolute()) for path in paths])
+        relative_paths = [path.relative_to(folder) for path in paths]
+        counts = Counter(path.with_suffix("") for path in relative_paths)
+        ids = []
+        for path in relative_paths:
+            stem = path.with_suffix("")
+            ids.append((stem if counts[stem] == 1 else path).as_posix())
+        return Rows(str(folder), ids, [str(path.absolute()) for path in paths])
 
 
 class LibriSpeech(Source):
@@ -89,9 +93,9 @@ class LibriSpeech(Source):
         parts = sorted({path.parents[2].name for path in self._lists(self.folder, "*")})
         self.parts = {name: [name] for name in parts}
         for split in SPLITS:
-            found = [name for name in parts if name.startswith(f"{split}-")]
-            if found:
-                self.parts[split] = found if split == "train" else found[:1]
+            of_split = [name for name in parts if name.startswith(f"{split}-")]
+            if of_split:
+                self.parts[split] = of_split if split == "train" else of_split[:1]  # "clean" comes before "other"
 
     @classmethod
     def matches(cls, folder: Path) -> bool:
@@ -100,16 +104,18 @@ class LibriSpeech(Source):
         return any(cls._lists(inside if inside.is_dir() else folder, "*"))
 
     @staticmethod
-    def _lists(folder: Path, part: str) -> Iterator[Path]:
-        return (path for each in folder.glob(part) if re.match(r"(train|dev|test)-", each.name)
-                for path in each.glob("*/*/*.trans.txt"))
+    def _lists(folder: Path, pattern: str) -> Iterator[Path]:
+        """Find the lists of the chapters in the parts whose names match a pattern."""
+        for part in folder.glob(pattern):
+            if re.match(r"(train|dev|test)-", part.name):
+                yield from part.glob("*/*/*.trans.txt")
 
     def names(self) -> list[str]:
         return list(self.parts)
 
     def fingerprint(self) -> list[Any]:
         lists = sorted(self._lists(self.folder, "*"))
-        return [self.kind, *(stamp(each) for path in lists for each in (path, path.parent))]
+        return [self.kind, *(stamp(file_or_folder) for path in lists for file_or_folder in (path, path.parent))]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         ids = []
@@ -118,7 +124,7 @@ class LibriSpeech(Source):
         speakers = []
         malformed: list[tuple[str, str]] = []
         for path in sorted(path for part in self.parts[name] for path in self._lists(self.folder, part)):
-            recordings = {each.stem: str(each.absolute()) for each in _recordings(path.parent, "*")}
+            recordings = {recording.stem: str(recording.absolute()) for recording in _recordings(path.parent, "*")}
             for number, line in lines(path):
                 try:
                     clip, *text = line.decode("utf-8").split(maxsplit=1)
@@ -166,7 +172,7 @@ class VoxCeleb(Source):
     @classmethod
     def _speakers(cls, folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
         """Find the speakers' folders below a folder."""
-        for path in sorted(each for each in folder.iterdir() if each.is_dir()):
+        for path in sorted(entry for entry in folder.iterdir() if entry.is_dir()):
             if re.fullmatch(r"id\d{5}", path.name):
                 yield path
             elif depth > 1:
@@ -188,18 +194,20 @@ class VoxCeleb(Source):
 
     def _split(self) -> dict[str, list[Path]]:
         """The folders of each split's speakers."""
-        found: dict[str, list[Path]] = {split: [] for split in SPLITS}
-        known: dict[str, list[Path]] = {}
+        folders: dict[str, list[Path]] = {split: [] for split in SPLITS}
+        others: dict[str, list[Path]] = {}  # by speaker, who has several folders if both corpora are there
         for path in self._speakers(self.folder):
             if "test" in path.relative_to(self.folder).parts or int(path.name[2:]) in self._TEST:
-                found["test"].append(path)
+                folders["test"].append(path)
             else:
-                known.setdefault(path.name, []).append(path)
-        drawn = sorted(known, key=lambda name: hashlib.sha256(name.encode()).digest())
-        count = max(self._MIN_SPEAKERS, round(self._SHARE * len(drawn)))
-        for number, name in enumerate(drawn):
-            found["dev" if number < count else "train"] += known[name]
-        return {split: sorted(paths) for split, paths in found.items()}
+                others.setdefault(path.name, []).append(path)
+        by_hash = sorted(others, key=lambda name: hashlib.sha256(name.encode()).digest())
+        dev_count = max(self._MIN_SPEAKERS, round(self._SHARE * len(by_hash)))
+        for speaker in by_hash[:dev_count]:
+            folders["dev"] += others[speaker]
+        for speaker in by_hash[dev_count:]:
+            folders["train"] += others[speaker]
+        return {split: sorted(paths) for split, paths in folders.items()}
 
 
 class VoiceBank(Source):
@@ -230,11 +238,16 @@ class VoiceBank(Source):
         return bool(cls(folder, {}).names())
 
     def names(self) -> list[str]:
-        return [*(("train", "dev") if self._sets("train") else ()), *(("test",) if self._sets("test") else ())]
+        names = []
+        if self._sets("train"):
+            names += ["train", "dev"]
+        if self._sets("test"):
+            names.append("test")
+        return names
 
     def fingerprint(self) -> list[Any]:
         folders = sorted({path.parent for name in ("train", "test") for path in self._paths(name)})
-        return [self.kind, *(stamp(each) for noisy in folders for each in (noisy, self._clean(noisy)))]
+        return [self.kind, *(stamp(folder) for noisy in folders for folder in (noisy, self._clean(noisy)))]
 
     def header(self, name: str) -> list[str]:
         return ["id", "audio", "speaker", self._CLEAN]
@@ -246,8 +259,9 @@ class VoiceBank(Source):
                  if name == "test" or (speaker in self._DEV_SPEAKERS) == (name == "dev")]
         clean = [str(self._clean(path.parent) / path.name) for path in paths]
         roles = {role: find_column(role, self.header(name), self.columns) for role in self.wanted}
-        if missing := [role for role, column in roles.items() if column is None]:
-            raise no_column(self.where, missing[0], self.header(name), self.columns)
+        for role, column in roles.items():
+            if column is None:
+                raise no_column(self.where, role, self.header(name), self.columns)
         return Rows(f"{self.folder} [{name}]", [path.stem for path in paths], list(map(str, paths)),
                     speakers=[speaker_of[path] for path in paths],
                     meta={role: clean for role, column in roles.items() if column == self._CLEAN})

@@ -55,15 +55,20 @@ class HuggingFace(Source):
         return SbkitError(f"{where} cannot be read: {reason(error)}", hint=self.hint)
 
     @abstractmethod
-    def load(self, name: str) -> OfDatasets | ParquetFiles:
+    def load(self, name: str) -> OpenDataset | ParquetFiles:
         """Open a split."""
 
     @property
     def folder(self) -> Path:
         """The folder of this version of the dataset; other versions have other folders."""
-        needs = [*([] if self.needs_text else ["text"]), *([dict(self.wanted)] if self.wanted else [])]
-        facts = json.dumps([_FORMAT, self.fingerprint(), dict(self.columns), *needs], sort_keys=True).encode()
-        return self.cache / f"{self._label()}-{hashlib.sha256(facts).hexdigest()[:12]}"
+        facts: list[Any] = [_FORMAT, self.fingerprint(), dict(self.columns)]
+        # These came later: a dataset that was stored before keeps its folder.
+        if not self.needs_text:
+            facts.append("text")
+        if self.wanted:
+            facts.append(dict(self.wanted))
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return self.cache / f"{self._label()}-{digest[:12]}"
 
     def _label(self) -> str:
         return _NO_NAME.sub("-", Path(self.where).name).strip("-") or "dataset"
@@ -96,8 +101,12 @@ class Hub(HuggingFace):
 
     def __init__(self, address: str, cache: Path, columns: Mapping[str, str]):
         super().__init__(cache, columns)
-        self._no_folder = f"there is no local folder {address}; if you mean the hub, " if "://" not in address else ""
-        parts = urlsplit(address if "://" in address else f"hf://{address}")
+        if "://" in address:
+            self._hint_prefix = ""
+            parts = urlsplit(address)
+        else:  # owner/name, which may have been meant for a folder
+            self._hint_prefix = f"there is no local folder {address}; if you mean the hub, "
+            parts = urlsplit(f"hf://{address}")
         self.id = f"{parts.netloc}{parts.path}".strip("/")
         options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
         for name in options:
@@ -116,7 +125,7 @@ class Hub(HuggingFace):
 
     def unreadable(self, where: str, error: Exception) -> SbkitError:
         why, hint = explain_error(error, self.id, self.revision)
-        return SbkitError(f"{where} cannot be read: {why}", hint=self._no_folder + hint)
+        return SbkitError(f"{where} cannot be read: {why}", hint=self._hint_prefix + hint)
 
     def _label(self) -> str:
         return _NO_NAME.sub("-", f"{self.id}-{self.config or 'default'}")
@@ -133,17 +142,19 @@ class Hub(HuggingFace):
         except huggingface_hub.errors.OfflineModeIsEnabled:  # `datasets` may have it in its cache
             return self._stored_commit()
         except Exception as error:  # any error of its HTTP client
-            known = self._stored_commit()
-            if known is None:
+            stored = self._stored_commit()
+            if stored is None:
                 raise self.unreadable(self.where, error) from error
-            logger.warning("%s: the hub does not return its commit (%s): using the stored one, %s", self.where,
-                           explain_error(error, self.id, self.revision)[0], known)
-            return known
+            why, _ = explain_error(error, self.id, self.revision)
+            logger.warning("%s: the hub does not return its commit (%s): using the stored one, %s", self.where, why,
+                           stored)
+            return stored
 
     @property
     def _commit_file(self) -> Path:
         """The file with the last stored commit."""
-        return self.cache / f"{self._label()}{'-' + _NO_NAME.sub('-', self.revision) if self.revision else ''}.json"
+        revision = f"-{_NO_NAME.sub('-', self.revision)}" if self.revision else ""
+        return self.cache / f"{self._label()}{revision}.json"
 
     def _stored_commit(self) -> str | None:
         return stored_json(self._commit_file).get("commit")
@@ -166,20 +177,26 @@ class Hub(HuggingFace):
                 self.id, self.config, revision=self.commit or self.revision))
         except Exception as error:  # see `read`
             if isinstance(error, ValueError):  # mostly a config that it lacks, or that is needed
-                try:
-                    there = datasets.get_dataset_config_names(self.id, revision=self.commit or self.revision)
-                except Exception as another:
-                    raise self.unreadable(self.where, another) from another
-                if self.config not in there and (self.config or len(there) > 1):
-                    wrong = f"has no config {self.config!r}" if self.config else f"has {len(there)} configs"
-                    raise SbkitError(f"hf://{self.id} {wrong}", hint=f"say which, such as hf://{self.id}?config="
-                                     f"{there[0]}: it has {', '.join(there)}") from None
+                self._check_config()
             raise self.unreadable(self.where, error) from error
 
-    def load(self, name: str) -> OfDatasets:
+    def _check_config(self) -> None:
+        """Refuse a config that the dataset doesn't have, or none if it has several."""
         import datasets
 
-        return OfDatasets(datasets.load_dataset(
+        try:
+            configs = datasets.get_dataset_config_names(self.id, revision=self.commit or self.revision)
+        except Exception as error:  # see `read`
+            raise self.unreadable(self.where, error) from error
+        if self.config not in configs and (self.config or len(configs) > 1):
+            wrong = f"has no config {self.config!r}" if self.config else f"has {len(configs)} configs"
+            raise SbkitError(f"hf://{self.id} {wrong}", hint=f"say which, such as hf://{self.id}?config="
+                             f"{configs[0]}: it has {', '.join(configs)}") from None
+
+    def load(self, name: str) -> OpenDataset:
+        import datasets
+
+        return OpenDataset(datasets.load_dataset(
             self.id, self.config, split=name, revision=self.commit or self.revision, streaming=self.streaming))
 
 
@@ -192,7 +209,7 @@ class SavedToDisk(HuggingFace):
         super().__init__(cache, columns)
         self.path = path
         self.where = str(path)
-        self._splits = path / "dataset_dict.json"
+        self._splits = path / "dataset_dict.json"  # only if there are several, each in a folder
 
     @staticmethod
     def matches(path: Path) -> bool:
@@ -215,10 +232,11 @@ class SavedToDisk(HuggingFace):
         folder = self.path / name if self._splits.is_file() else self.path
         return list(stored_json(folder / "dataset_info.json").get("features") or ()) or None
 
-    def load(self, name: str) -> OfDatasets:
+    def load(self, name: str) -> OpenDataset:
         import datasets
 
-        return OfDatasets(datasets.load_from_disk(str(self.path / name if self._splits.is_file() else self.path)))
+        folder = self.path / name if self._splits.is_file() else self.path
+        return OpenDataset(datasets.load_from_disk(str(folder)))
 
 
 class Parquet(HuggingFace):
@@ -234,16 +252,17 @@ class Parquet(HuggingFace):
     @staticmethod
     def in_folder(folder: Path) -> dict[str, list[Path]]:
         """The parquet files in a folder, or else in the one folder below it, by split."""
-        found: dict[str, list[Path]] = {}
         paths = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
-        places = sorted({path.parent for path in paths})
-        if len(places) > 1:
+        folders = sorted({path.parent for path in paths})
+        if len(folders) > 1:
             raise SbkitError(f"{folder} has parquet files in several folders",
-                             hint=f"choose one of {', '.join(map(str, places))}")
+                             hint=f"choose one of {', '.join(map(str, folders))}")
+        splits: dict[str, list[Path]] = {}
         for path in paths:
-            split = _PARQUET_SPLIT.match(path.stem)
-            found.setdefault((split and split["name"]) or "train", []).append(path)
-        return found
+            match = _PARQUET_SPLIT.match(path.stem)
+            name = match["name"] if match else ""
+            splits.setdefault(name or "train", []).append(path)
+        return splits
 
     def names(self) -> list[str]:
         return list(self.files)
@@ -262,7 +281,7 @@ class Parquet(HuggingFace):
         return ParquetFiles(self.files[name])
 
 
-class OfDatasets:
+class OpenDataset:
     """The rows of a dataset that `datasets` has opened, with audio as it is stored."""
 
     def __init__(self, dataset: datasets.Dataset | datasets.IterableDataset):
@@ -274,8 +293,10 @@ class OfDatasets:
                 dataset = dataset.cast_column(name, datasets.Audio(decode=False))
         self._dataset = dataset
         self.rows = len(dataset) if hasattr(dataset, "__len__") else None
-        self.schema = dataset.features.arrow_schema if self.features else next(
-            self._batches(dataset, 1), pa.table({})).schema
+        if self.features:
+            self.schema = dataset.features.arrow_schema
+        else:  # of a stream without a description
+            self.schema = next(self._batches(dataset, 1), pa.table({})).schema
 
     @staticmethod
     def _batches(dataset: datasets.Dataset | datasets.IterableDataset, size: int) -> Iterator[pa.Table]:
@@ -290,7 +311,7 @@ class OfDatasets:
 class _Layout:
     """Finds the roles of a dataset's columns, and converts its rows to tables with our columns."""
 
-    def __init__(self, origin: str, dataset: OfDatasets | ParquetFiles, columns: Mapping[str, str],
+    def __init__(self, origin: str, dataset: OpenDataset | ParquetFiles, columns: Mapping[str, str],
                  needed: Sequence[str], wanted: Mapping[str, bool]):
         import datasets
 
@@ -299,17 +320,20 @@ class _Layout:
         schema = dataset.schema
         features = dataset.features
         self.roles = {role: find_column(role, schema.names, columns) for role in dict.fromkeys((*ALIASES, *wanted))}
-        audio = [field.name for field in schema if pa.types.is_struct(field.type)
-                 and {"bytes", "path"} <= {child.name for child in field.type.fields}]
-        if "audio" not in columns and audio and self.roles["audio"] not in audio:
-            self.roles["audio"] = next((name for name in audio if name not in self.roles.values()), audio[0])
+        audio_columns = [field.name for field in schema if pa.types.is_struct(field.type)
+                         and {"bytes", "path"} <= {child.name for child in field.type.fields}]
+        # A column whose type is audio is likelier to be the recordings than one with a usual name, such as "path".
+        if "audio" not in columns and audio_columns and self.roles["audio"] not in audio_columns:
+            without_role = [name for name in audio_columns if name not in self.roles.values()]
+            self.roles["audio"] = (without_role or audio_columns)[0]
         for role in needed:
             if self.roles[role] is None:
                 raise no_column(origin, role, schema.names, columns)
         self.meta = {ours: next((name for name in theirs if name in schema.names), None)
                      for ours, theirs in META_ALIASES.items()}
         self.meta.update({role: self.roles[role] for role in wanted if role not in ALIASES})
-        self.audio = [role for role, recordings in wanted.items() if recordings and self.roles[role] in audio]
+        self.audio = [role for role, is_recording in wanted.items()
+                      if is_recording and self.roles[role] in audio_columns]
         self.labels = {name: feature.names for name, feature in features.items()
                        if isinstance(feature, datasets.ClassLabel)}
         used = {*filter(None, self.roles.values()), *filter(None, self.meta.values())}
@@ -327,8 +351,10 @@ class _Layout:
             else:
                 data = pa.nulls(len(table), pa.binary())
                 path = audio
-            paths = [each if each is None or embedded or "://" in each else os.path.abspath(each) for each, embedded in
-                     zip(path.cast(pa.string()).to_pylist(), data.is_valid().to_pylist(), strict=True)]
+            paths = []
+            for name, is_embedded in zip(path.cast(pa.string()).to_pylist(), data.is_valid().to_pylist(), strict=True):
+                is_local = name is not None and not is_embedded and "://" not in name
+                paths.append(os.path.abspath(name) if is_local else name)
             columns = {"bytes": data, "path": pa.array(paths, pa.string())}
             for role in ("id", "text", "speaker", "duration", "start"):
                 columns[role] = self._text(table, self.roles[role])
@@ -343,19 +369,18 @@ class _Layout:
         if name is None:
             return pa.nulls(len(table), pa.string())
         column = table.column(name).combine_chunks()
-        if name in self.labels:
+        if name in self.labels:  # stored as numbers
             labels = dict(enumerate(self.labels[name]))
-            values = [labels.get(i) for i in column.to_pylist()]
-        elif pa.types.is_nested(column.type):
+            return pa.array([labels.get(number) for number in column.to_pylist()], pa.string())
+        if pa.types.is_nested(column.type):
             values = [None if value is None else str(value) for value in column.to_pylist()]
-        else:
-            texts = column.cast(pa.string())
-            longest = pc.max(pc.binary_length(texts)).as_py() or 0
-            if longest > MAX_LINE_BYTES:
-                raise SbkitError(f"{self._origin}: a row has {disk.size(longest)} of {name}, and the limit is "
-                                 f"{disk.size(MAX_LINE_BYTES)}", hint="is it the right column?")
-            return texts
-        return pa.array(values, pa.string())
+            return pa.array(values, pa.string())
+        texts = column.cast(pa.string())
+        longest = pc.max(pc.binary_length(texts)).as_py() or 0
+        if longest > MAX_LINE_BYTES:
+            raise SbkitError(f"{self._origin}: a row has {disk.size(longest)} of {name}, and the limit is "
+                             f"{disk.size(MAX_LINE_BYTES)}", hint="is it the right column?")
+        return texts
 
 
 E = TypeVar("E", bound=BaseException)
@@ -379,29 +404,29 @@ def explain_error(error: BaseException, dataset: str, revision: str | None = Non
         cause = cause.__cause__ or cause.__context__
     page = f"{constants.ENDPOINT}/datasets/{dataset}"
 
-    def found(*kinds: type[E]) -> E | None:
+    def first_of(*kinds: type[E]) -> E | None:
         return next((cause for cause in causes if isinstance(cause, kinds)), None)
 
-    if found(errors.RevisionNotFoundError):
+    if first_of(errors.RevisionNotFoundError):
         return f"it has no revision {revision!r}", f"its branches and commits are on {page}/commits/main"
-    if found(errors.GatedRepoError, DatasetNotFoundError):  # `datasets` hides the cause
+    if first_of(errors.GatedRepoError, DatasetNotFoundError):  # `datasets` hides the cause
         return reason(error), f"ask for access on {page} and log in: {_LOG_IN}"
-    if found(errors.RepositoryNotFoundError):
+    if first_of(errors.RepositoryNotFoundError):
         return "the hub has no such dataset, or it is private", f"check the name; for a private one log in: {_LOG_IN}"
-    network = [cause for cause in causes if isinstance(cause, (ConnectionError, TimeoutError, socket.gaierror))
-               or type(cause).__module__.partition(".")[0] in _CLIENTS]
-    if network and constants.HF_HUB_OFFLINE:
+    network_errors = [cause for cause in causes if isinstance(cause, (ConnectionError, TimeoutError, socket.gaierror))
+                      or type(cause).__module__.partition(".")[0] in _CLIENTS]
+    if network_errors and constants.HF_HUB_OFFLINE:
         return ("it is not in the cache, and HF_HUB_OFFLINE forbids asking the hub",
                 "unset HF_HUB_OFFLINE to download it")
-    if found(DataFilesNotFoundError, EmptyDatasetError):
+    if first_of(DataFilesNotFoundError, EmptyDatasetError):
         return "it has no files that `datasets` can load", f"look at what it has: {page}/tree/main"
-    answer = found(errors.HfHubHTTPError)
+    answer = first_of(errors.HfHubHTTPError)
     if answer is not None and answer.response.status_code == 401:
         return "the hub refuses your token", f"log in again: {_LOG_IN}"
     if answer is not None and answer.response.status_code == 403:
         return reason(answer), f"log in with an account that may read {page}: {_LOG_IN}"
-    if answer is not None or network:
-        return f"{reason(answer or network[-1])} ({constants.ENDPOINT})", _NETWORK
+    if answer is not None or network_errors:
+        return f"{reason(answer or network_errors[-1])} ({constants.ENDPOINT})", _NETWORK
     return reason(error), f"look at its files: {page}/tree/main"
 
 

@@ -40,13 +40,13 @@ class LJSpeech(Source):
         self.path = folder / METADATA
         self.where = str(folder)
         self.places: dict[str, int] = {}  # the index of each field
-        for role, given in columns.items():
+        for role, number in columns.items():
             if role in ALIASES and role not in _ROLES:
                 raise SbkitError(f"corpus: columns names the {role}, which {self.path} has no field for",
                                  hint=f"roles are {', '.join(_ROLES)}")
-            if not str(given).isdecimal() or int(str(given)) < 1:
-                raise SbkitError(f"corpus: columns: {role} is {given!r}, but {self.path} has no header", hint=_NAMED)
-            self.places[role] = int(str(given)) - 1
+            if not str(number).isdecimal() or int(str(number)) < 1:
+                raise SbkitError(f"corpus: columns: {role} is {number!r}, but {self.path} has no header", hint=_NAMED)
+            self.places[role] = int(str(number)) - 1
         self.root = os.path.abspath(folder) if data_root is None else str(data_root).rstrip("/")
 
     @staticmethod
@@ -66,42 +66,60 @@ class LJSpeech(Source):
     def read(self, name: str, show_progress: bool = True) -> Rows:
         rows, malformed = self._rows()
         self._check(rows)
-        split = assign_splits((row[self._column("id")] for row in rows), _LEAST)
-        rows = [row for row in rows if split[row[self._column("id")]] == name]
-        speakers = self.places.get("speaker")
-        names = [row[self._column("id")].removeprefix(f"{WAVS}/") for row in rows]
-        wavs = []
-        for row in rows:  # a recording's id, or a path from the folder or from ``wavs/``
-            wav = row[self._column("audio")]
-            if "://" not in wav and not os.path.isabs(wav):
-                wav += "" if wav.lower().endswith(SUFFIXES) else ".wav"
-                wav = "/".join((self.root, wav) if wav.startswith(f"{WAVS}/") else (self.root, WAVS, wav))
-            wavs.append(wav)
+        id_place = self._place_of("id")
+        split_of = assign_splits((row[id_place] for row in rows), _LEAST)
+        rows = [row for row in rows if split_of[row[id_place]] == name]
+        speaker_place = self.places.get("speaker")
+        further = [role for role in self.wanted if role not in ALIASES and role in self.places]
         return Rows(
-            str(self.path), [name[:name.rindex(".")] if name.lower().endswith(SUFFIXES) else name for name in names],
-            wavs, [self._text(row) for row in rows], None if speakers is None else [row[speakers] for row in rows],
-            meta={role: [row[self.places[role]] for row in rows] for role in self.wanted
-                  if role not in ALIASES and role in self.places},
+            str(self.path), [self._id(row) for row in rows], [self._wav(row) for row in rows],
+            [self._text(row) for row in rows],
+            None if speaker_place is None else [row[speaker_place] for row in rows],
+            meta={role: [row[self.places[role]] for row in rows] for role in further},
             malformed=malformed if name == "train" else [])
 
-    def _column(self, role: str) -> int:
+    def _id(self, row: list[str]) -> str:
+        id_ = row[self._place_of("id")].removeprefix(f"{WAVS}/")
+        return id_[:id_.rindex(".")] if id_.lower().endswith(SUFFIXES) else id_
+
+    def _wav(self, row: list[str]) -> str:
+        """The path of a row's recording, which its field names by an id, or by a path from the folder or ``wavs/``."""
+        wav = row[self._place_of("audio")]
+        if "://" in wav or os.path.isabs(wav):
+            return wav
+        if not wav.lower().endswith(SUFFIXES):
+            wav += ".wav"
+        if not wav.startswith(f"{WAVS}/"):
+            wav = f"{WAVS}/{wav}"
+        return f"{self.root}/{wav}"
+
+    def _place_of(self, role: str) -> int:
         return self.places.get(role, 1 if role == "text" else 0)
 
     def _rows(self) -> tuple[list[list[str]], list[tuple[str, str]]]:
         """Return the fields of rows with the most common number of fields, and what is wrong with the others."""
-        rows: list[tuple[int, list[str]]] = []
+        numbered_rows: list[tuple[int, list[str]]] = []
         malformed: list[tuple[str, str]] = []
         for number, line in lines(self.path):
             try:
-                rows.append((number, [field.strip() for field in line.decode("utf-8").split("|")]))
+                numbered_rows.append((number, [field.strip() for field in line.decode("utf-8").split("|")]))
             except UnicodeDecodeError:
                 malformed.append((f"{self.path.name} line {number}", "not UTF-8"))
-        wanted = max(2, Counter(len(row) for _, row in rows).most_common(1)[0][0]) if rows else 2
-        malformed += [(f"{self.path.name} line {number}",
-                       f"{len(row)} field{'s' if len(row) > 1 else ''} instead of {wanted}"
-                       if len(row) != wanted else "no id")
-                      for number, row in rows if len(row) != wanted or not row[0]]
-        return [row for _, row in rows if len(row) == wanted and row[0]], malformed
+        if not numbered_rows:
+            return [], malformed
+
+        most_common_width = Counter(len(row) for _, row in numbered_rows).most_common(1)[0][0]
+        width = max(2, most_common_width)
+        rows = []
+        for number, row in numbered_rows:
+            if len(row) != width:
+                fields = "field" if len(row) == 1 else "fields"
+                malformed.append((f"{self.path.name} line {number}", f"{len(row)} {fields} instead of {width}"))
+            elif not row[0]:
+                malformed.append((f"{self.path.name} line {number}", "no id"))
+            else:
+                rows.append(row)
+        return rows, malformed
 
     def _check(self, rows: list[list[str]]) -> None:
         """Refuse fields that don't exist or whose meaning is unknown."""
@@ -113,11 +131,12 @@ class LJSpeech(Source):
             return
         if width > _MAX_COLUMNS:
             raise SbkitError(f"{self.path} has {width} fields, and LJSpeech {_MAX_COLUMNS}", hint=_NAMED)
-        texts, thirds = ({row[place] for row in rows} - {""} for place in (1, 2))
+        texts = {row[1] for row in rows} - {""}
+        thirds = {row[2] for row in rows} - {""}
         if 2 * len(thirds) < len(texts) and len(thirds) > 0:
             raise SbkitError(f"{self.path}: the third field has {len(thirds)} different values for {len(texts)} texts, "
                              f"such as {min(thirds)[:40]!r}: is it the speaker and not a text?", hint=_NAMED)
 
     def _text(self, row: list[str]) -> str:
         normalised = row[2] if "text" not in self.places and len(row) >= _MAX_COLUMNS else ""
-        return normalised or row[self._column("text")]
+        return normalised or row[self._place_of("text")]
