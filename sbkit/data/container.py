@@ -43,28 +43,11 @@ class ContainerFile:
         self.format = kind
         self._av = av
         self._file = os.fdopen(source, "rb", closefd=False) if isinstance(source, int) else io.BytesIO(source)
-        self._left, self._blocks = np.zeros((0, 1), np.float32), self._decode()
-        if kind == "MP4":  # FFmpeg takes memory for each packet that a file claims: no more than it has bytes
-            size = self._file.seek(0, os.SEEK_END)
-            at = 0
-            counts = [0, 0]
-            fragments = False
-            while at + 8 <= size:
-                self._file.seek(at)
-                length, name = struct.unpack(">I4s", self._file.read(8))
-                if length == 1:
-                    length = int.from_bytes(self._file.read(8), "big")
-                length = length if length >= 8 else size - at  # 0: the last box, which goes on to the end
-                self._file.seek(at)
-                box = b"" if name == b"mdat" else self._file.read(min(length, size))  # a length may be any of 64 bits
-                if b"cmvd" in box:  # of QuickTime files of old
-                    raise ValueError("cannot be decoded: its list of packets is compressed, and may claim any number")
-                for found in _COUNT.finditer(box):
-                    counts[found[1] is None] += int.from_bytes(found[1] or found[2], "big")
-                fragments |= b"tfhd" in box  # without one, what looks like a fragment's box is a word of a title
-                at += length
-            if counts[0] + fragments * counts[1] > size:
-                raise ValueError("cannot be decoded: damaged (it claims more packets than it has bytes)")
+        self._left = np.zeros((0, 1), np.float32)
+        """What was decoded and not read yet."""
+        self._blocks = self._decode()
+        if kind == "MP4":
+            self._check_packet_counts()
         try:
             with self._open() as opened:
                 stream = opened.streams.best("audio")
@@ -85,6 +68,36 @@ class ContainerFile:
                 self.declared = max(self.frames, 0 if kind == "AAC" else round(seconds * self.samplerate))
         except av.FFmpegError as error:
             raise ValueError(f"cannot be decoded: damaged or cut off ({error.strerror})") from None
+
+    def _check_packet_counts(self) -> None:
+        """Refuse an MP4 that claims more packets than it has bytes, since FFmpeg takes memory for each claimed one."""
+        size = self._file.seek(0, os.SEEK_END)
+        listed = 0
+        in_fragments = 0
+        has_fragments = False
+        at = 0
+        while at + 8 <= size:
+            self._file.seek(at)
+            length, name = struct.unpack(">I4s", self._file.read(8))
+            if length == 1:  # the length follows
+                length = int.from_bytes(self._file.read(8), "big")
+            if length < 8:  # 0: the last box, which goes on to the end
+                length = size - at
+            self._file.seek(at)
+            box = b"" if name == b"mdat" else self._file.read(min(length, size))  # a length may be any of 64 bits
+            if b"cmvd" in box:  # of QuickTime files of old
+                raise ValueError("cannot be decoded: its list of packets is compressed, and may claim any number")
+            for match in _COUNT.finditer(box):
+                if match[1] is not None:
+                    listed += int.from_bytes(match[1], "big")
+                else:
+                    in_fragments += int.from_bytes(match[2], "big")
+            if b"tfhd" in box:
+                has_fragments = True
+            at += length
+        # Without a fragment's header, what looks like a fragment's list is a word of a title.
+        if listed + (in_fragments if has_fragments else 0) > size:
+            raise ValueError("cannot be decoded: damaged (it claims more packets than it has bytes)")
 
     def _open(self) -> Any:  # av has types only where it is installed
         self._file.seek(0)

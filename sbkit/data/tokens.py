@@ -139,34 +139,48 @@ class Tokenizer:
             digest.update(lines)
         fingerprint = digest.hexdigest()
         if self.path.exists():
-            known = None
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not trained here, or damaged
-                stored = json.loads(self.path.with_suffix(".json").read_text(encoding="utf-8"))
-                if hashlib.sha256(self.path.read_bytes()).hexdigest() == stored["model_sha256"]:
-                    known = stored["fingerprint"]
-            if known == fingerprint:
+            stored_fingerprint = self._stored_fingerprint()
+            if stored_fingerprint == fingerprint:
                 logger.info("tokenizer %s: already trained on this text", self.path)
                 return self.load()
-            if grows and known is not None and self._checkpoint() and not self.load().coverage(texts):
+            may_keep = grows and stored_fingerprint is not None and self._checkpoint() is not None
+            if may_keep and not self.load().coverage(texts):
                 logger.info("tokenizer %s: trained on other text, but kept: it can encode this text too", self.path)
                 return self
-            if known is None and not self.path.with_suffix(".json").exists():
-                raise SbkitError(
-                    f"{self.path} already exists, and it is not recorded what it was trained on",
-                    hint="remove it to train a new one, or set the tokenizer's `model` to it to use it unchanged")
-            if (checkpoint := self._checkpoint()) is not None:
-                raise SbkitError(
-                    f"{self.path} was trained on other text or with other options, and checkpoints such as "
-                    f"{checkpoint.name} were trained with it",
-                    hint="start in a new output_folder, or restore text and options")
+            self._check_replaceable()
             logger.warning("tokenizer %s: its text or options changed, training it again", self.path)
-        elif grows and (checkpoint := self._checkpoint()):
-            raise SbkitError(
-                f"{self.folder} has no tokenizer {self.path.name}, which the texts need now, and checkpoints such as "
-                f"{checkpoint.name} were trained with another", hint="leave out the part that has more characters, or "
-                "begin a run from this one in another output_folder: --init_from RUN")
+        elif grows:
+            checkpoint = self._checkpoint()
+            if checkpoint is not None:
+                raise SbkitError(
+                    f"{self.folder} has no tokenizer {self.path.name}, which the texts need now, and checkpoints such "
+                    f"as {checkpoint.name} were trained with another",
+                    hint="leave out the part that has more characters, or begin a run from this one in another "
+                         "output_folder: --init_from RUN")
         self._train(texts, fingerprint)
         return self.load()
+
+    def _stored_fingerprint(self) -> str | None:
+        """The fingerprint of what the model on disk was trained on; None if that isn't recorded, or not of this model.
+        """
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not trained here, or damaged
+            stored = json.loads(self.path.with_suffix(".json").read_text(encoding="utf-8"))
+            if hashlib.sha256(self.path.read_bytes()).hexdigest() == stored["model_sha256"]:
+                return stored["fingerprint"]
+        return None
+
+    def _check_replaceable(self) -> None:
+        """Refuse to replace a model that may be the user's own, or that checkpoints depend on."""
+        if not self.path.with_suffix(".json").exists():
+            raise SbkitError(
+                f"{self.path} already exists, and it is not recorded what it was trained on",
+                hint="remove it to train a new one, or set the tokenizer's `model` to it to use it unchanged")
+        checkpoint = self._checkpoint()
+        if checkpoint is not None:
+            raise SbkitError(
+                f"{self.path} was trained on other text or with other options, and checkpoints such as "
+                f"{checkpoint.name} were trained with it",
+                hint="start in a new output_folder, or restore text and options")
 
     def load(self) -> Tokenizer:
         """Load the model file and check that it agrees with the options."""
@@ -216,12 +230,12 @@ class Tokenizer:
 
     def _train(self, column: Column, fingerprint: str) -> None:
         rows = np.flatnonzero(pc.not_equal(column.arrow, "").to_numpy(zero_copy_only=False))
+        required_chars = self.characters
         # A char model's vocabulary is all characters: the size is a bound beyond them.
-        kept: dict[str, Any] = {"required_chars": self.characters,
-                                "vocab_size": 1_114_112 if self.model_type == "char" else self.vocab_size}
+        vocab_size = sys.maxunicode + 1 if self.model_type == "char" else self.vocab_size
         if self.max_texts and len(rows) > self.max_texts:
             if self.character_coverage == 1.0:
-                kept["required_chars"] = "".join(sorted({*count_characters(column), *self.characters} - {" "}))
+                required_chars = "".join(sorted({*count_characters(column), *self.characters} - {" "}))
             step = len(rows) / self.max_texts
             rows = rows[[int(i * step) for i in range(self.max_texts)]]
         texts = list(column.take(rows))
@@ -231,14 +245,15 @@ class Tokenizer:
         try:
             spm.SentencePieceTrainer.train(
                 sentence_iterator=iter(texts), model_writer=model, model_type=self.model_type,
-                character_coverage=self.character_coverage, unk_id=BLANK_ID, bos_id=self.bos_id,
+                character_coverage=self.character_coverage, vocab_size=vocab_size, required_chars=required_chars,
+                unk_id=BLANK_ID, bos_id=self.bos_id,
                 eos_id=self.eos_id, pad_id=-1, max_sentencepiece_length=self.max_piece_length,
                 split_by_whitespace=self.split_by_whitespace, user_defined_symbols=self.user_defined_symbols,
                 # The corpus's text rules have normalised the text; more normalisation here would make
                 # decode(encode(text)) differ from it.
                 normalization_rule_name="identity",
                 max_sentence_length=max(10, max(len(text) for text in texts) * 4 + 1),
-                minloglevel=2, **kept)
+                minloglevel=2)
         except (RuntimeError, OSError, IndexError) as error:
             if match := _TOO_LARGE.search(str(error)):
                 raise SbkitError(f"tokenizer: vocab_size {self.vocab_size} is too large for this text",
@@ -261,12 +276,12 @@ class Tokenizer:
                   "model_sha256": hashlib.sha256(model.getvalue()).hexdigest()}
         # If the disk is full, all files are written or none. The last one is renamed first: a model without a
         # fingerprint would count as one that wasn't trained here.
-        with (atomic_write(self.path, "wb") as whole, atomic_write(self.path.with_suffix(".vocab")) as listed,
-              atomic_write(self.path.with_suffix(".json")) as facts):
-            whole.write(model.getvalue())
-            listed.write(vocab)
-            json.dump(stored, facts, indent=1, ensure_ascii=False)
-            for file in (whole, listed, facts):
+        with (atomic_write(self.path, "wb") as model_file, atomic_write(self.path.with_suffix(".vocab")) as vocab_file,
+              atomic_write(self.path.with_suffix(".json")) as record_file):
+            model_file.write(model.getvalue())
+            vocab_file.write(vocab)
+            json.dump(stored, record_file, indent=1, ensure_ascii=False)
+            for file in (model_file, vocab_file, record_file):
                 file.flush()
 
     # ------------------------------------------------------------------- use

@@ -39,22 +39,10 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
     """
     with locked(folder / f".{name}.lock"), disk.disk_errors_as_user_error(folder):
         if not is_stored(folder, name):
-            done = _read_tables(folder, name)
-            shards = len(done)
-            rows = sum(map(len, done))
-            left = _read(tables(rows), folder)
             with progress(what=f"storing {name}", total=total, unit="row", show=show_progress) as bar:
-                bar.update(rows)
-                while (table := next(left, None)) is not None:
-                    with ShardWriter(folder, name, shards) as shard:
-                        while table is not None:
-                            for row in table.to_pylist():
-                                shard.add(row, rows)
-                                rows += 1
-                            bar.update(len(table))
-                            table = None if shard.full else next(left, None)
-                    shards += bool(shard.rows)
-            tars = [path.name for i in range(shards) if (path := _shard_path(folder, name, i)).exists()]
+                rows, shards = _write_shards(tables, folder, name, bar)
+            paths = [_shard_path(folder, name, number) for number in range(shards)]
+            tars = [path.name for path in paths if path.exists()]
             with atomic_write(folder / f"{name}.json") as file:
                 json.dump({"rows": rows, "shards": shards, "tars": tars}, file)
     stored = _read_tables(folder, name)
@@ -71,6 +59,31 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
         origin=origin, ids=ids, wavs=column("wav"), texts=column("text"), speakers=column("speaker"),
         durations=whole.column("duration").to_numpy(), starts=whole.column("start").to_numpy(),
         meta={name[5:]: column(name) for name in whole.column_names if name.startswith("meta ")})
+
+
+def _write_shards(tables: Tables, folder: Path, name: str, bar: Any) -> tuple[int, int]:
+    """Write the shards of a split that aren't there yet; return how many rows and shards it has."""
+    finished = _read_tables(folder, name)
+    shards = len(finished)
+    rows = sum(map(len, finished))
+    bar.update(rows)
+    remaining = _read(tables(rows), folder)
+    table = next(remaining, None)
+    while table is not None:
+        with ShardWriter(folder, name, shards) as shard:
+            while table is not None:
+                for row in table.to_pylist():
+                    shard.add(row, rows)
+                    rows += 1
+                bar.update(len(table))
+                if shard.full:
+                    break
+                table = next(remaining, None)
+        if shard.rows:
+            shards += 1
+        if table is not None:
+            table = next(remaining, None)
+    return rows, shards
 
 
 def _read(tables: Iterator[pa.Table], folder: Path) -> Iterator[pa.Table]:
@@ -111,23 +124,27 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
         data = row.pop("bytes")
         path = row.pop("path") or ""
         listed = to_number(row["duration"] or "")
-        segment = bool(row["start"])
-        row["wav"], row["duration"], row["start"] = path, listed, to_number(row["start"]) if segment else 0.0
+        is_segment = bool(row["start"])
+        row["wav"] = path
+        row["duration"] = listed
+        row["start"] = to_number(row["start"]) if is_segment else 0.0
         if data:
             row["wav"] = self._append(data, path, number)
             try:
-                left = audio_info(data, whole=True)[0] - row["start"]
+                available = audio_info(data, whole=True)[0] - row["start"]
             except AudioError:  # preparation reports it
-                left = float("nan")
+                available = float("nan")
             # For a segment, the duration says where it ends; otherwise the audio is more reliable than a list.
-            row["duration"] = listed if listed < left and segment else left
+            row["duration"] = listed if listed < available and is_segment else available
         row["name"] = PurePosixPath(path).stem or f"{number:08d}"
         for key in [key for key in row if key.startswith("audio ")]:
-            other = row.pop(key) or {}
+            further = row.pop(key) or {}
             name = key.removeprefix("audio ")
-            inside = other.get("bytes")
-            where = other.get("path") or ""
-            row[f"meta {name}"] = self._append(inside, where, number, f".{name}") if inside else where
+            further_data = further.get("bytes")
+            wav = further.get("path") or ""
+            if further_data:
+                wav = self._append(further_data, wav, number, f".{name}")
+            row[f"meta {name}"] = wav
         self.rows.append(row)
 
     def _append(self, data: bytes, path: str, number: int, name: str = "") -> str:
