@@ -20,7 +20,7 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -126,6 +126,7 @@ def write_shards(
     out = Path(out)
     try:
         with locked(out / f".{name}.lock"):
+            # The same order whenever it is called, so that another call continues this one.
             order = np.random.Generator(np.random.PCG64(_SHUFFLE_SEED)).permutation(len(manifest))
             per_second = ENCODINGS[encode].bytes_per_sample * sample_rate if encode else _bytes_per_second(manifest)
             written = sum(file.stat().st_size for file in out.glob(f"{name}-*.tar"))
@@ -141,31 +142,53 @@ def write_shards(
                     shards.append(index)
                     bar.update(len(index["kept"]) + len(index["left_out"]))
             shards.sort(key=lambda index: index["first"])
-            kept = [(order[shard["first"] + i], f"{out.absolute() / shard['shard']}?offset={offset}&size={size}",
-                     seconds) for shard in shards for i, offset, size, seconds in shard["kept"]]
-            if not kept:
-                raise SbkitError(f"{out}: not one of {len(manifest)} recordings could be read",
-                                 hint=f"the first: {shards[0]['left_out'][0][1]}")
-            rows, wavs, durations = zip(*kept, strict=True)
-            result = manifest.select(np.array(rows)).replace(wavs=wavs, durations=durations, starts=None)
-            # Shards that an earlier call with other options left beyond the last one go.
-            ours = re.compile(re.escape(name) + r"-(\d{6,})\.(tar|json)")
-            for path in list(out.iterdir()):
-                if (match := ours.fullmatch(path.name)) and int(match[1]) >= len(shards):
-                    path.unlink()
-            result.write(out / f"{name}.csv", data_root=out.absolute())
-            left_out = [{"id": manifest.ids[order[shard["first"] + i]], "reason": reason}
-                        for shard in shards for i, reason, *_ in shard["left_out"]]
-            listed = [{"url": shard["shard"], "nsamples": len(shard["kept"])} for shard in shards]
-            with atomic_write(out / f"{name}-index.json") as file:
-                json.dump({"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": name, "shardlist": listed},
-                          file, indent=1)
-            with atomic_write(out / f"{name}-report.json") as file:
-                json.dump({"rows": len(manifest), "kept": len(result), "left_out": left_out, "hours": result.hours,
-                           "shards": len(shards)}, file, indent=1, ensure_ascii=False)
-            return result
+            sharded = _sharded(manifest, order, shards, out)
+            _remove_beyond(out, name, len(shards))
+            sharded.write(out / f"{name}.csv", data_root=out.absolute())
+            _write_lists(manifest, sharded, order, shards, out, name)
+            return sharded
     except OSError as error:  # such as a full disk, or a folder without write permission
         raise SbkitError(f"{error.filename or out}: {error.strerror or error}") from error
+
+
+def _sharded(manifest: Manifest, order: np.ndarray, shards: Sequence[Mapping[str, Any]], out: Path) -> Manifest:
+    """The manifest of the recordings in shards, by their indices."""
+    rows = []
+    wavs = []
+    durations = []
+    for shard in shards:
+        path = out.absolute() / shard["shard"]
+        for i, offset, size, seconds in shard["kept"]:
+            rows.append(order[shard["first"] + i])
+            wavs.append(f"{path}?offset={offset}&size={size}")
+            durations.append(seconds)
+    if not rows:
+        raise SbkitError(f"{out}: not one of {len(manifest)} recordings could be read",
+                         hint=f"the first: {shards[0]['left_out'][0][1]}")
+    return manifest.select(np.array(rows)).replace(wavs=wavs, durations=durations, starts=None)
+
+
+def _remove_beyond(out: Path, name: str, count: int) -> None:
+    """Remove the shards beyond this number, which an earlier call with other options has left."""
+    shard_file = re.compile(re.escape(name) + r"-(\d{6,})\.(tar|json)")
+    for path in list(out.iterdir()):
+        match = shard_file.fullmatch(path.name)
+        if match is not None and int(match[1]) >= count:
+            path.unlink()
+
+
+def _write_lists(manifest: Manifest, sharded: Manifest, order: np.ndarray, shards: Sequence[Mapping[str, Any]],
+                 out: Path, name: str) -> None:
+    """Write the list of shards for WebDataset, and the report on the rows that were read and left out."""
+    shard_list = [{"url": shard["shard"], "nsamples": len(shard["kept"])} for shard in shards]
+    with atomic_write(out / f"{name}-index.json") as file:
+        json.dump({"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": name, "shardlist": shard_list}, file,
+                  indent=1)
+    left_out = [{"id": manifest.ids[order[shard["first"] + i]], "reason": reason}
+                for shard in shards for i, reason, *_ in shard["left_out"]]
+    with atomic_write(out / f"{name}-report.json") as file:
+        json.dump({"rows": len(manifest), "kept": len(sharded), "left_out": left_out, "hours": sharded.hours,
+                   "shards": len(shards)}, file, indent=1, ensure_ascii=False)
 
 
 def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict[str, Any]]:
@@ -185,8 +208,10 @@ def _write(job: _Job) -> dict[str, Any]:
     """Write one shard and its index, unless it is complete already; return the index."""
     fingerprint = job.fingerprint
     index = stored_json(job.index)
-    whole = index.get("fingerprint") == fingerprint and job.path.is_file() and job.path.stat().st_size == index["size"]
-    if whole and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
+    complete = (index.get("fingerprint") == fingerprint and job.path.is_file()
+                and job.path.stat().st_size == index["size"])
+    # A recording that was left out and has changed since may be readable now.
+    if complete and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
         return index
     written = []
     left_out = []

@@ -41,20 +41,20 @@ class CommonVoice(Source):
     paths_start = "unpack its recordings into clips/, beside the lists"
 
     def __init__(self, path: Path, language: str | None = None):
+        folders = [path]
         chosen = [path]
-        there = [path]
         if not is_language_folder(path):
-            there = language_folders(path)
-            chosen = [folder for folder in there if language in (None, folder.name)]
+            folders = language_folders(path)
+            chosen = [folder for folder in folders if language in (None, folder.name)]
         if len(chosen) != 1:
-            names = ", ".join(folder.name for folder in there) or "none"
+            names = ", ".join(folder.name for folder in folders) or "none"
             wanted = f" and has none for the language {language!r}" if language else ""
             raise SbkitError(
                 f"{path} is not a Common Voice language folder{wanted} (languages there: {names})",
                 hint="expected a folder with clips/ and train.tsv, or set the language")
         self.folder = chosen[0]
         self.language = language
-        self._reported = False  # that the recordings have another language
+        self._has_warned = False  # that the recordings have another language
         self.where = str(self.folder)
         self.clips = self.folder / "clips"
 
@@ -75,23 +75,27 @@ class CommonVoice(Source):
         path = self.folder / f"{name}.tsv"
         further = [role for role in self.wanted if role not in (*META_ALIASES, "speaker", "text", "id")]
         tsv = read_delimited(path, delimiter="\t", quoted=False, only={*_COLUMNS, *further})
-        clips, sentences = (Column(tsv.need(column, hint=_HINT)) for column in ("path", "sentence"))
+        clips = Column(tsv.need("path", hint=_HINT))
+        sentences = Column(tsv.need("sentence", hint=_HINT))
         clip_names = _file_names(clips.arrow)
-        meta = {ours: Column(column) for ours, theirs in META_ALIASES.items()
-                if (column := tsv.find(*theirs)) is not None}
+        meta = {}
+        for ours, theirs in META_ALIASES.items():
+            column = tsv.find(*theirs)
+            if column is not None:
+                meta[ours] = Column(column)
         meta.update({role: Column(tsv.need(role)) for role in further})
         locales = meta.get("language")
-        found = locales[0] if locales else None
-        if not self._reported and not may_be_same(found, self.language):
-            self._reported = True
+        locale = locales[0] if locales else None
+        if not self._has_warned and not may_be_same(locale, self.language):
+            self._has_warned = True
             logger.warning("%s holds %s, but the language is set to %s: the text rules may not fit",
-                           self.folder, found, self.language)
+                           self.folder, locale, self.language)
         seconds = np.full(len(clip_names), np.nan)  # of clips that clip_durations.tsv doesn't list
-        if self._listed is not None:
-            names, listed = self._listed
-            at = pc.index_in(clip_names, names)
-            known = pc.is_valid(at).to_numpy(zero_copy_only=False)
-            seconds[known] = listed[pc.fill_null(at, 0).to_numpy()[known]]
+        if self._listed_seconds is not None:
+            listed_names, listed_seconds = self._listed_seconds
+            places = pc.index_in(clip_names, listed_names)
+            is_listed = pc.is_valid(places).to_numpy(zero_copy_only=False)
+            seconds[is_listed] = listed_seconds[pc.fill_null(places, 0).to_numpy()[is_listed]]
         return Rows(
             str(path), pc.replace_substring_regex(clip_names, _SUFFIX, ""),
             join(f"{os.path.abspath(self.clips)}/", clip_names), sentences, tsv.find("client_id"),
@@ -100,7 +104,7 @@ class CommonVoice(Source):
         )
 
     @cached_property
-    def _listed(self) -> tuple[pa.Array, np.ndarray] | None:
+    def _listed_seconds(self) -> tuple[pa.Array, np.ndarray] | None:
         """File names and seconds of all clips, in releases since about version 14."""
         path = self.folder / "clip_durations.tsv"
         if not path.is_file():
@@ -129,9 +133,9 @@ def is_language_folder(path: Path) -> bool:
 
 def language_folders(path: Path) -> list[Path]:
     """The language folders in a folder, or else one level below (``cv-corpus-21.0-2025-03-14/fr``)."""
-    inside = _folders(path)
-    found = [child for child in inside if is_language_folder(child)]
-    return found or [child for top in inside for child in _folders(top) if is_language_folder(child)]
+    children = _folders(path)
+    languages = [child for child in children if is_language_folder(child)]
+    return languages or [folder for child in children for folder in _folders(child) if is_language_folder(folder)]
 
 
 def _folders(path: Path) -> list[Path]:

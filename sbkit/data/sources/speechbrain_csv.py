@@ -39,28 +39,29 @@ class SpeechBrainCsv(FileSource):
         for role in self.needed:
             if roles[role] is None:
                 raise no_column(path, role, csv.columns, self.columns)
-        found = {role: name for role, name in roles.items() if name is not None}
-        column = {role: csv.columns[name] for role, name in found.items()}
+        name_of = {role: name for role, name in roles.items() if name is not None}
+        column = {role: csv.columns[name] for role, name in name_of.items()}
         wavs = Column(column["audio"])
         stems = Column(pc.replace_substring_regex(wavs.arrow, r"^.*/|\.[A-Za-z0-9]+$", ""))
         durations = np.full(len(csv), np.nan)
         if "duration" in column:
-            durations = to_seconds(path, found["duration"], column["duration"], unknown=np.nan)
+            durations = to_seconds(path, name_of["duration"], column["duration"], unknown=np.nan)
         starts = np.zeros(len(csv))
         if "start" in column:
-            starts = np.where(pc.equal(pc.utf8_trim_whitespace(column["start"]), ""), 0.0,
-                              to_seconds(path, found["start"], column["start"], unknown=np.nan))
+            is_blank = pc.equal(pc.utf8_trim_whitespace(column["start"]), "")
+            starts = np.where(is_blank, 0.0, to_seconds(path, name_of["start"], column["start"], unknown=np.nan))
             if "stop" in csv.columns:  # a row without a duration may have one
                 stops = to_seconds(path, "stop", csv.columns["stop"], unknown=np.nan)
                 # Starts and stops may be in samples: the same number of them for every second.
                 with np.errstate(divide="ignore", invalid="ignore"):
                     rates = (stops - starts) / durations
                 rates = rates[np.isfinite(rates)]
-                if len(rates) and (rate := round(float(np.median(rates)))) > _LOWEST_RATE:
+                rate = round(float(np.median(rates))) if len(rates) else 0
+                if rate > _LOWEST_RATE:
                     starts = starts / rate
                     stops = stops / rate
                 durations = np.where(np.isnan(durations), stops - starts, durations)
-        used = {*found.values(), "stop"}
+        used = {*name_of.values(), "stop"}
         meta = {f"source_{name}" if name in RESERVED else name: Column(values)
                 for name, values in csv.columns.items() if name not in used}
         meta.update({role: Column(column[role]) for role in self.wanted if role not in ALIASES})
