@@ -93,22 +93,24 @@ class Index:
         if len(loud) < _MIN_FRAMES or not self._prints:
             return None
         if not self._sorted:
-            self._starts = np.cumsum([0, *(each.shape[1] for each in self._prints)])
+            self._starts = np.cumsum([0, *(frames.shape[1] for frames in self._prints)])
             self._bits, self._mask = np.concatenate(self._prints, axis=1)
-            self._loud = [int((each[1] > 0).sum()) for each in self._prints]
+            self._loud = [int((mask > 0).sum()) for _, mask in self._prints]
             indexed = np.flatnonzero(self._mask).astype(np.int32)
             self._frames = indexed[np.argsort(self._bits[indexed], kind="stable")]
             self._keys = self._bits[self._frames]
             self._sorted = True
         bits = query[0, loud]
         mask = query[1, loud]
-        tried = bits[None]
+        tried = bits[None]  # with every value of the doubtful bits
         for _ in range(_DOUBTFUL):
             lowest = mask & (~mask + np.uint32(1))
             tried = np.concatenate([tried, tried ^ lowest])
             mask = mask ^ lowest
-        first, last = (np.searchsorted(self._keys, tried.ravel(), side) for side in ("left", "right"))
-        counts = np.minimum(last - first, _MAX_SAME_HASH)
+        # Of each hash, the first _MAX_SAME_HASH frames of the index that have it.
+        first = np.searchsorted(self._keys, tried.ravel(), "left")
+        end = np.searchsorted(self._keys, tried.ravel(), "right")
+        counts = np.minimum(end - first, _MAX_SAME_HASH)
         ends = np.cumsum(counts)
         frame = self._frames[np.arange(ends[-1]) + np.repeat(first - ends + counts, counts)]
         recording = np.searchsorted(self._starts, frame, "right") - 1
@@ -159,14 +161,14 @@ class Copies:
 
         Returns
         -------
-        found : for each row that is a copy, its original: "test: ID"
+        originals : for each row that is a copy, its original: "test: ID"
         causes : for each row that can't be decoded, the reason
         """
-        found = self._same_bytes(split, ids, wavs, starts, keep)
+        originals = self._same_bytes(split, ids, wavs, starts, keep)
         causes: dict[int, str] = {}
         if not self.by_sound:
-            return found, causes
-        rows = [i for i in range(len(ids)) if i not in found]
+            return originals, causes
+        rows = [i for i in range(len(ids)) if i not in originals]
         stride = 1 if keep else STRIDE
         sounds: dict[int, np.ndarray] = {}
 
@@ -185,13 +187,13 @@ class Copies:
                 continue
             name, sound = answer
             if name:
-                found[rows[j]] = name
+                originals[rows[j]] = name
             if keep:
                 sounds[rows[j]] = sound
         for i in sorted(sounds):
             self._index.add(sounds[i])
             self._names.append(f"{split}: {ids[i]}")
-        return found, causes
+        return originals, causes
 
     def _same_bytes(self, split: str, ids: Column, wavs: Column, starts: np.ndarray, keep: bool) -> dict[int, str]:
         files = list(dict.fromkeys(wavs))

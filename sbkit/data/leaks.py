@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sbkit.data.manifest import Manifest
+from sbkit.data.manifest import Column, Manifest
 from sbkit.data.splits import SPLITS
 
 #: What splits may share, and what that means.
@@ -24,7 +24,11 @@ MEANS = {
     "copies": "the same audio twice: remove it from one of the lists",
 }
 COLUMNS = ["split", "shared with", "what", "in both", "out of", "rows", "% of rows"]
-_EXAMPLES, _SHOWN = 3, 40  # examples of an entry, and characters of each that are shown
+#: The columns of a manifest that are compared, by what is said to be shared.
+_COMPARED = {"speakers": "speakers", "sentences": "texts", "recordings": "wavs"}
+#: Examples of an entry, and the characters of each that are shown.
+_EXAMPLES = 3
+_SHOWN = 40
 #: Seconds by which rows that follow each other may overlap, by the rounding of a list.
 _TOUCHING = 0.1
 
@@ -38,50 +42,68 @@ def shared(manifests: Mapping[str, Manifest],
     splits = [split for split in reversed(SPLITS) if split in manifests]
     entries = []
     for split, other in itertools.combinations(splits, 2):
-        one = manifests[split]
-        two = manifests[other]
-        # By kind: how many of how many are in both, in how many rows of the first, and examples.
-        in_both: dict[str, tuple[int, int, int, list[str]]] = {}
-        for what, name in (("speakers", "speakers"), ("sentences", "texts"), ("recordings", "wavs")):
-            mine = getattr(one, name).arrow
-            named = pc.drop_null(pc.if_else(pc.not_equal(mine, ""), mine, None)).value_counts()
-            values = named.field("values")
-            counts = named.field("counts")
-            both = pc.is_in(values, getattr(two, name).arrow)
-            in_both[what] = (pc.sum(both).as_py() or 0, len(values), pc.sum(pc.filter(counts, both)).as_py() or 0,
-                             pc.filter(values, both)[:_EXAMPLES].to_pylist())
-        if in_both["recordings"][0]:
-            # Rows of ``one`` that overlap in a file with a row of ``two``.
-            files = pa.concat_arrays([one.wavs.arrow, two.wavs.arrow]).dictionary_encode().indices.to_numpy()
-            starts = np.concatenate([one.starts, two.starts])
-            ends = starts + np.concatenate([one.durations, two.durations])
-            of_other = np.arange(len(files)) >= len(one)
-            # All files are put on one time line. A row overlaps if it contains the furthest end of the other's rows
-            # that begin before it, or the first start of those after it.
-            gap = float(ends.max(initial=0)) + 1
-            starts = starts + gap * files
-            ends = ends + gap * files - _TOUCHING
-            order = np.argsort(starts, kind="stable")
-            starts = starts[order]
-            ends = ends[order]
-            of_other = of_other[order]
-            before = np.maximum.accumulate(np.where(of_other, ends, -1.0))
-            after = np.minimum.accumulate(np.where(of_other, starts, np.inf)[::-1])[::-1]
-            touched = ~of_other & ((before > starts) | (after < ends))
-            at = np.sort(order[touched])
-            in_both["overlaps"] = len(at), len(one), len(at), list(one.ids.take(at[:_EXAMPLES]))
-        for what, (count, total, rows, examples) in in_both.items():
-            if count:
-                entries.append((split, other, what, count, total, rows, len(manifests[split]), examples))
-    for split, found in (copies or {}).items():
+        manifest = manifests[split]
+        in_both = {what: _shared_values(getattr(manifest, column), getattr(manifests[other], column))
+                   for what, column in _COMPARED.items()}
+        if in_both["recordings"].count:
+            in_both["overlaps"] = _overlaps(manifest, manifests[other])
+        for what, shared_values in in_both.items():
+            if shared_values.count:
+                entries.append(_entry(split, other, what, shared_values, len(manifest)))
+    for split, originals in (copies or {}).items():
         for other in splits:
-            pairs = [f"{id_} = {name}" for id_, name in found.items() if name.startswith(f"{other}: ")]
+            pairs = [f"{id_} = {name}" for id_, name in originals.items() if name.startswith(f"{other}: ")]
             if pairs:
                 count = len(manifests[split])
-                entries.append((split, other, "copies", len(pairs), count, len(pairs), count, pairs[:_EXAMPLES]))
-    return [{"split": split, "with": other, "what": what, "count": count, "of": total, "rows": rows,
-             "share": round(rows / all_rows, 4), "examples": list(examples)}
-            for split, other, what, count, total, rows, all_rows, examples in entries]
+                pairs_in_both = _Shared(len(pairs), count, len(pairs), pairs[:_EXAMPLES])
+                entries.append(_entry(split, other, "copies", pairs_in_both, count))
+    return entries
+
+
+class _Shared(NamedTuple):
+    """How many of how many values are in both splits, in how many rows of the first, and examples."""
+
+    count: int
+    total: int
+    rows: int
+    examples: list[str]
+
+
+def _entry(split: str, other: str, what: str, in_both: _Shared, all_rows: int) -> dict[str, Any]:
+    return {"split": split, "with": other, "what": what, "count": in_both.count, "of": in_both.total,
+            "rows": in_both.rows, "share": round(in_both.rows / all_rows, 4), "examples": in_both.examples}
+
+
+def _shared_values(column: Column, other: Column) -> _Shared:
+    """What two splits have in common of a column; empty texts don't count."""
+    texts = pc.drop_null(pc.if_else(pc.not_equal(column.arrow, ""), column.arrow, None)).value_counts()
+    values = texts.field("values")
+    counts = texts.field("counts")
+    is_shared = pc.is_in(values, other.arrow)
+    return _Shared(pc.sum(is_shared).as_py() or 0, len(values), pc.sum(pc.filter(counts, is_shared)).as_py() or 0,
+                   pc.filter(values, is_shared)[:_EXAMPLES].to_pylist())
+
+
+def _overlaps(manifest: Manifest, other: Manifest) -> _Shared:
+    """The rows that overlap in a file with a row of another split."""
+    files = pa.concat_arrays([manifest.wavs.arrow, other.wavs.arrow]).dictionary_encode().indices.to_numpy()
+    starts = np.concatenate([manifest.starts, other.starts])
+    ends = starts + np.concatenate([manifest.durations, other.durations])
+    of_other = np.arange(len(files)) >= len(manifest)
+    # All files are put on one time line. A row overlaps if it contains the furthest end of the other's rows that begin
+    # before it, or the first start of those after it.
+    gap = float(ends.max(initial=0)) + 1
+    starts = starts + gap * files
+    ends = ends + gap * files - _TOUCHING
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
+    ends = ends[order]
+    of_other = of_other[order]
+    furthest_end_before = np.maximum.accumulate(np.where(of_other, ends, -1.0))
+    first_start_after = np.minimum.accumulate(np.where(of_other, starts, np.inf)[::-1])[::-1]
+    overlaps = ~of_other & ((furthest_end_before > starts) | (first_start_after < ends))
+    rows = np.sort(order[overlaps])
+    return _Shared(len(rows), len(manifest), len(rows), list(manifest.ids.take(rows[:_EXAMPLES])))
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
@@ -96,8 +118,8 @@ def remarks(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         return ["no speaker, sentence or file is in two splits; rows that name no speaker are not compared by speaker"]
     lines = []
     for what, meaning in MEANS.items():
-        first = next((entry["examples"] for entry in entries if entry["what"] == what), None)
-        if first is not None:
-            short = [each if len(each) <= _SHOWN else f"{each[:_SHOWN]}..." for each in first]
+        examples = next((entry["examples"] for entry in entries if entry["what"] == what), None)
+        if examples is not None:
+            short = [text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..." for text in examples]
             lines.append(f"{what}, such as {'; '.join(short)}: {meaning}")
     return lines

@@ -71,15 +71,9 @@ def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, wor
     chunk, worth_processes : recordings that one process gets at once, and from how many on processes are started
     then : converts each result before it is stored and yielded
     """
-    known = {}
-    if journal is not None and journal.is_file():
-        with open(journal, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                with contextlib.suppress(ValueError):  # a line that was interrupted
-                    wav, stored = json.loads(line)
-                    known[json.dumps(wav)] = stored
-    names = [json.dumps(wav) for wav in wavs] if known else []
-    todo = [i for i in range(len(wavs)) if not known or names[i] not in known]
+    stored = {} if journal is None else _stored_results(journal)
+    names = [json.dumps(wav) for wav in wavs] if stored else []
+    remaining = [i for i in range(len(wavs)) if not stored or names[i] not in stored]
     with contextlib.ExitStack() as opened:
         notes = None
         if journal is not None:
@@ -89,20 +83,32 @@ def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, wor
                 notes.write("\n")  # ends a line that was interrupted
         bar = opened.enter_context(progress(what=what, total=len(wavs), unit="file",
                                             show=show_progress and len(wavs) >= WORTH_A_BAR))
-        bar.update(len(wavs) - len(todo))
-        yield from ((i, known[name]) for i, name in enumerate(names) if name in known)
+        bar.update(len(wavs) - len(remaining))
+        yield from ((i, stored[name]) for i, name in enumerate(names) if name in stored)
         size = chunk or CHUNK
-        chunks = [todo[i : i + size] for i in range(0, len(todo), size)]
+        chunks = [remaining[i : i + size] for i in range(0, len(remaining), size)]
         workers = workers or min(32, 2 * usable_cores())  # twice, as reading headers is mostly waiting
-        for done, results in _results(job, chunks, wavs, (remote, *further), workers,
-                                      worth_processes or WORTH_PROCESSES):
-            for i, result in zip(done, results, strict=True):
+        for indices, results in _results(job, chunks, wavs, (remote, *further), workers,
+                                         worth_processes or WORTH_PROCESSES):
+            for i, result in zip(indices, results, strict=True):
                 if not isinstance(result, str):  # failures aren't stored, so that they are tried again
                     result = then(result)
                     if notes is not None:
                         notes.write(json.dumps([wavs[i], result]) + "\n")
                 yield i, result
-            bar.update(len(done))
+            bar.update(len(indices))
+
+
+def _stored_results(journal: Path) -> dict[str, Any]:
+    """The results in a journal, by their recordings as JSON."""
+    results = {}
+    if journal.is_file():
+        with open(journal, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):  # a line that was interrupted
+                    wav, result = json.loads(line)
+                    results[json.dumps(wav)] = result
+    return results
 
 
 def measure_one(wav: str, remote: Remote = NO_REMOTE, whole: bool = True) -> float | str | list[float | str]:
@@ -141,8 +147,8 @@ def map_unordered(pool: Executor, function: Callable[[J], R], jobs: Iterable[J],
                 waiting[pool.submit(function, job)] = job
             if not waiting:
                 return
-            for done in wait(waiting, return_when=FIRST_COMPLETED).done:
-                yield waiting.pop(done), done.result()
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                yield waiting.pop(future), future.result()
     finally:
         for future in waiting:
             future.cancel()

@@ -18,7 +18,9 @@ NAMELESS = "voice"
 #: Limits: more characters than this aren't letters, and with more speakers there is too little data of each.
 MAX_SYMBOLS = 10_000
 MAX_SPEAKERS = 1_000
-_LONGEST, _MAX_BYTES = 200, 1 << 26  # characters of a speaker's name, and bytes of a file
+#: Characters of a speaker's name, and bytes of a file.
+_LONGEST = 200
+_MAX_BYTES = 1 << 26
 
 
 class NameTable:
