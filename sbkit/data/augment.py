@@ -62,26 +62,27 @@ class Augment:
     """
 
     def __init__(self, stages: Sequence[Callable[..., np.ndarray]]):
-        every: Sequence[Any] = stages  # callables, some with further attributes
-        if others := [type(stage).__name__ for stage in every
-                      if type(stage).__module__.partition(".")[0] in ("speechbrain", "torchaudio")]:
-            raise SbkitError(f"augment: {others[0]} computes batches of tensors, and a stage gets an array and a "
-                             "random generator", hint="take one of sbkit.data.augment, such as SpeedPerturb")
-        speeds = [stage for stage in every if isinstance(stage, SpeedPerturb)]
-        if len(speeds) > 1 or (speeds and every[0] is not speeds[0]):
+        all_stages: Sequence[Any] = stages  # callables, some with further attributes
+        for stage in all_stages:
+            if type(stage).__module__.partition(".")[0] in ("speechbrain", "torchaudio"):
+                raise SbkitError(f"augment: {type(stage).__name__} computes batches of tensors, and a stage gets an "
+                                 "array and a random generator",
+                                 hint="take one of sbkit.data.augment, such as SpeedPerturb")
+        speeds = [stage for stage in all_stages if isinstance(stage, SpeedPerturb)]
+        if len(speeds) > 1 or (speeds and all_stages[0] is not speeds[0]):
             raise SbkitError("augment: SpeedPerturb may appear only once, as the first stage")
         self._speed = speeds[0] if speeds else None
-        self.stages = [stage for stage in every if not isinstance(stage, SpeedPerturb)]
+        self.stages = [stage for stage in all_stages if not isinstance(stage, SpeedPerturb)]
         self._longest = min((stage.seconds for stage in self.stages if isinstance(stage, Crop)), default=None)
 
     def set_sample_rate(self, sample_rate: int) -> None:
         """Set the sample rate of stages that need it; refuse a stage that was given another one."""
         for stage in self.stages:
-            own = getattr(stage, "sample_rate", sample_rate)
-            if own is None:
+            rate = getattr(stage, "sample_rate", sample_rate)
+            if rate is None:
                 stage.sample_rate = sample_rate
-            elif own != sample_rate:
-                raise SbkitError(f"augment: {type(stage).__name__} has sample_rate {own}, but the recordings are "
+            elif rate != sample_rate:
+                raise SbkitError(f"augment: {type(stage).__name__} has sample_rate {rate}, but the recordings are "
                                  f"read at {sample_rate} Hz", hint="leave out its sample_rate")
 
     @property

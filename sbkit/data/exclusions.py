@@ -26,8 +26,9 @@ _COLUMNS = ("split", "ID", "wav", "reason", "detail", "size", "modified")
 def rows(split: str, reason: str, ids: Sequence[str], wavs: Sequence[str], details: Sequence[str], *,
          versions: bool = False) -> pa.Table:
     """Make a table of N rows left out for one reason; with ``versions`` it has the size and date of their files."""
-    found = [file_version(wav) for wav in wavs] if versions else [("", "")] * len(ids)
-    columns = ([split] * len(ids), ids, wavs, [reason] * len(ids), details, *zip(*found, strict=True))
+    file_versions = [file_version(wav) for wav in wavs] if versions else [("", "")] * len(ids)
+    sizes, dates = zip(*file_versions, strict=True)
+    columns = ([split] * len(ids), ids, wavs, [reason] * len(ids), details, sizes, dates)
     return pa.table([pa.array(column, pa.large_string()) for column in columns], names=_COLUMNS)
 
 

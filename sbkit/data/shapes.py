@@ -53,10 +53,12 @@ def choose_shapes(buckets: Buckets, tokens_of: np.ndarray, *, max_batch_seconds:
     # them, and the most tokens of an utterance.
     seconds = buckets.edges.astype(np.float64)
     steps = np.bincount(buckets.of_step, minlength=len(buckets.edges))
-    tokens, largest = np.zeros((2, len(seconds)), np.int64)
+    tokens = np.zeros(len(seconds), np.int64)
     np.maximum.at(tokens, buckets.of_utterance, tokens_of)
+    largest = np.zeros(len(seconds), np.int64)
     np.maximum.at(largest, buckets.of_step, buckets.lengths)
-    count, room = len(seconds), 2 * least - 1  # into as many any number can be cut
+    count = len(seconds)
+    room = 2 * least - 1  # rows at most, into which any number of utterances can be cut
     limit = EXCESS * max_batch_seconds
     most = max_batch_utterances or int(largest.max())
 
@@ -66,12 +68,14 @@ def choose_shapes(buckets: Buckets, tokens_of: np.ndarray, *, max_batch_seconds:
         micros = np.maximum(min_micros, -(-utterances // (np.minimum(capacity, most) * world)))
         return micros, np.maximum(-(-utterances // (micros * world)), np.minimum(utterances, room))
 
-    # By themselves, as many as needed for max_batch_seconds.
-    own = np.maximum((max_batch_seconds * (1 + 1e-6) / seconds).astype(int), room)
-    cost, rows_of, micros_of = np.full((count, count), math.inf), {}, {}  # [first, last] bucket of a group
+    # Each bucket has as many micro-batches as it needs for max_batch_seconds if it has a shape of its own.
+    capacities = np.maximum((max_batch_seconds * (1 + 1e-6) / seconds).astype(int), room)
+    cost = np.full((count, count), math.inf)  # padded seconds, by the first and the last bucket of a group
+    rows_of = {}  # by the last bucket of a group, [K] by the first one
+    micros_of = {}
     for last in range(count):
         group = slice(0, last + 1)
-        micros, rows = micro_batches(group, own[group])
+        micros, rows = micro_batches(group, capacities[group])
         fewer = micro_batches(group, max(room, int(limit / seconds[last])))
         split = rows * seconds[last] > limit  # too many rows for the seconds of this group
         split[last] = False

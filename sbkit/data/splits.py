@@ -53,7 +53,7 @@ def choose_splits(source: Source, wanted: Sequence[str], named: Mapping[str, lis
             if alias is not None:
                 chosen[split] = [by_lower[alias]]
     if not chosen:
-        either = " or ".join(filter(None, (", ".join(wanted[:-1]), wanted[-1])))
+        either = f"{', '.join(wanted[:-1])} or {wanted[-1]}" if len(wanted) > 1 else wanted[0]
         raise SbkitError(
             f"{source.where} ({source.kind}) has no split {either} (it has {', '.join(available) or 'none'})",
             hint="name them: --corpus.splits '{train: NAME, dev: NAME, test: NAME}'")
@@ -81,7 +81,8 @@ def hold_out(rows: Rows) -> dict[str, Rows]:
     if len(set(split.values())) < len(SPLITS):
         raise SbkitError(f"{rows.origin} has too few rows to take dev and test from it: {len(rows)}",
                          hint="add rows, or give each split a list: --data_folder '{train: FILE, dev: FILE, ...}'")
-    found = {name: rows.take(np.flatnonzero([split[key] == name for key in keys])) for name in SPLITS}
-    found["dev"].malformed = []
-    found["test"].malformed = []
-    return found
+    divided = {name: rows.take(np.flatnonzero([split[key] == name for key in keys])) for name in SPLITS}
+    # Rows that couldn't be parsed are counted once, in train.
+    divided["dev"].malformed = []
+    divided["test"].malformed = []
+    return divided

@@ -43,7 +43,7 @@ class JsonLines(FileSource):
         columns: dict[str, list[Any]] = {role: [] for role in names}  # texts, except start and duration
         malformed: list[tuple[str, str]] = []
         keys: dict[str, None] = {}  # all names, for the error about a missing role
-        found = dict.fromkeys(self.needed, False)
+        missing_roles = set(self.needed)
         for line, item in progress(_objects(path), what=f"reading {path.name}", unit="row",
                                    show=show_progress and path.stat().st_size > _WORTH_A_BAR):
             try:
@@ -51,11 +51,11 @@ class JsonLines(FileSource):
                     raise item
                 if not isinstance(item, dict):
                     raise ValueError("not a JSON object")
-                values: dict[str, Any] = {role: next((item[name] for name in those if item.get(name) is not None), None)
-                                          for role, those in names.items()}
+                values: dict[str, Any] = {}
+                for role, names_of_role in names.items():
+                    values[role] = next((item[name] for name in names_of_role if item.get(name) is not None), None)
                 keys.update(dict.fromkeys(item))
-                for role in found:
-                    found[role] |= values[role] is not None
+                missing_roles -= {role for role, value in values.items() if value is not None}
                 if values["audio"] is None:
                     raise ValueError("no audio path")
                 start = float(values["start"] or 0.0)
@@ -63,18 +63,21 @@ class JsonLines(FileSource):
                 if not 0 <= start <= MAX_SECONDS or duration < 0:
                     raise ValueError(f"start {start}, duration {duration}")
                 row: dict[str, Any] = {role: _text(role, value) for role, value in values.items()}
-                row |= {"id": None if values["id"] is None else row["id"], "start": start, "duration": duration}
-                for role, value in row.items():
+                if values["id"] is None:
+                    row["id"] = None
+                row["start"] = start
+                row["duration"] = duration
+                for role, value in row.items():  # only now, so that all columns have the same rows
                     columns[role].append(value)
             except (TypeError, ValueError, OverflowError) as error:
                 malformed.append((f"{path.name} line {line}", str(error)))
-        for role, exists in found.items():
-            if keys and not exists:
+        for role in self.needed:
+            if keys and role in missing_roles:
                 raise no_column(path, role, keys, self.columns)
         derived = [PurePosixPath(audio).stem + (f"-{start:.2f}" if start else "")
                    for audio, start in zip(columns["audio"], columns["start"], strict=True)]
         if any(id_ is not None for id_ in columns["id"]):
-            ids = [other if id_ is None else id_ for id_, other in zip(columns["id"], derived, strict=True)]
+            ids = [stem if id_ is None else id_ for id_, stem in zip(columns["id"], derived, strict=True)]
         else:
             ids = unique_ids(derived)
         meta = {name: Column(columns[name]) for name in dict.fromkeys((*META_ALIASES, *further))
@@ -111,19 +114,26 @@ def _whole(path: Path) -> list[Any] | None:
     try:
         data = untrusted.parse_json(stripped(untrusted.read_bytes(path, _MAX_BYTES)))
         if isinstance(data, dict):
-            # SpeechBrain's templates call a text "words", which elsewhere is a count, or words with their times.
-            return [{"ID": id_, **({"wrd": item["words"]} if isinstance(item.get("words"), str) else {}), **item}
-                    if isinstance(item, dict) else item for id_, item in data.items()]
+            return [_with_id(id_, item) if isinstance(item, dict) else item for id_, item in data.items()]
         return data if isinstance(data, list) else [data]
     except OSError as error:
         raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
     except ValueError as error:
         what = f"not UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
-    # only here: the error holds the whole text, and a file may be one line
+    # Outside of the handler, because the error holds the whole text, and a file may be one line.
     if first != b"[" and any(_is_row(line) for _, line in lines(path)):  # "[" begins an array that was cut off
         return None
     raise SbkitError(f"{path}: neither JSON lines nor one JSON text: {what}",
                      hint='expected lines such as {"audio_filepath": "a.wav", "text": "the transcript"}')
+
+
+def _with_id(id_: str, item: dict[str, Any]) -> dict[str, Any]:
+    """Return an utterance of an object of objects like one of JSON lines."""
+    named = {"ID": id_}
+    # SpeechBrain's templates call a text "words", which elsewhere is a count, or words with their times.
+    if isinstance(item.get("words"), str):
+        named["wrd"] = item["words"]
+    return {**named, **item}
 
 
 def _is_row(line: bytes) -> bool:
