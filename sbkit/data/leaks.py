@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -60,7 +61,8 @@ def shared(manifests: Mapping[str, Manifest],
     return entries
 
 
-class _Shared(NamedTuple):
+@dataclass(frozen=True)
+class _Shared:
     """How many of how many values are in both splits, in how many rows of the first, and examples."""
 
     count: int
