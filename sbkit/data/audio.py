@@ -344,12 +344,13 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
         exact = True
         size = len(data) if handle is None else os.fstat(handle).st_size
         if file.format == "MP3":
-            found = mp3.inspect(read)
-            exact = found is not None and found.constant  # whether seeking is
-            if found is not None and not found.tagged and (
-                    abs(found.samples - file.frames) > found.samples // found.frames):  # libsndfile guessed its length
+            headers = mp3.inspect(read)
+            exact = headers is not None and headers.constant  # whether seeking is
+            # Without a tag libsndfile guesses the length; a guess that is a frame off or more gets a tag.
+            if headers is not None and not headers.tagged and (
+                    abs(headers.samples - file.frames) > headers.samples // headers.frames):
                 file.close()
-                file = _decoder(mp3.with_tag(mp3.read_all(read), found))
+                file = _decoder(mp3.with_tag(mp3.read_all(read), headers))
         elif file.format in WAV_FORMATS and not file.frames and (whole := true_length.completed_wav(read, size)):
             file.close()
             file = _decoder(whole)
@@ -440,5 +441,5 @@ def _opened(path: str, device: int, inode: int) -> _Shard:
 
 def _shard(path: str) -> _Shard:
     """The shard at a path, which stays open for the next recordings; one that was replaced is another file."""
-    found = os.stat(path)
-    return _opened(path, found.st_dev, found.st_ino)
+    status = os.stat(path)
+    return _opened(path, status.st_dev, status.st_ino)

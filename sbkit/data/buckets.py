@@ -53,7 +53,7 @@ class Buckets:
             lengths.append(np.diff(np.arange(steps + 1) * size // steps) if steps else lengths[0])
         self.lengths = np.concatenate(lengths)
         """How many utterances each step has, bucket by bucket."""
-        self.of_step = np.repeat(np.arange(len(self.edges)), [len(each) for each in lengths[1:]])
+        self.of_step = np.repeat(np.arange(len(self.edges)), [len(of_bucket) for of_bucket in lengths[1:]])
         """The bucket of each step."""
 
     def draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -94,8 +94,8 @@ def read_delimited(path: str | Path, *, delimiter: str | None = None, quoted: bo
                 for name, chunk in chunks.items():
                     place = names.index(name)
                     chunk.append(pa.array([row[place] for _, row in some if len(row) == len(names)], pa.large_string()))
-        found = {name: pa.chunked_array(chunk, pa.large_string()) for name, chunk in chunks.items()}
-        return Delimited(path, found, malformed, names)
+        columns = {name: pa.chunked_array(chunk, pa.large_string()) for name, chunk in chunks.items()}
+        return Delimited(path, columns, malformed, names)
 
 
 def header(path: str | Path, *, delimiter: str | None = None, quoted: bool = True) -> list[str]:

@@ -204,10 +204,10 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
 
 def espeak_name(language: str) -> str:
     """Return espeak-ng's name of a language; an error if it doesn't support it."""
-    known = demo_voice.languages()
+    names = demo_voice.languages()
     code = language.lower().replace("_", "-")
     for name in (code, ESPEAK_NAMES.get(code), code.split("-")[0]):
-        if name in known:
+        if name in names:
             return name
     raise SbkitError(f"espeak-ng, which synthesises the demo corpus, has no language '{language}'",
                      hint=f"the corpus has sentences in {' '.join(sorted(GRAMMARS))} and numbers in every other "

@@ -59,8 +59,8 @@ def _library() -> Iterator[tuple[ctypes.CDLL, int]]:
 def _select(library: ctypes.CDLL, voice: str) -> None:
     """Choose a voice such as ``en-us+f2``; an unknown one, which espeak-ng would replace silently, is an error."""
     variant = voice.partition("+")[2]
-    known = not variant or (Path(_loader().get_data_path()) / "voices" / "!v" / variant).is_file()
-    if library.espeak_SetVoiceByName(voice.encode()) != 0 or not known:
+    has_variant = not variant or (Path(_loader().get_data_path()) / "voices" / "!v" / variant).is_file()
+    if library.espeak_SetVoiceByName(voice.encode()) != 0 or not has_variant:
         raise SbkitError(f"espeak-ng has no voice '{voice}'", hint="voices have names such as en-us or fr+f2")
 
 

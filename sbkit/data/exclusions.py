@@ -69,8 +69,10 @@ def find_repaired(folder: Path) -> str | None:
     reason = table["reason"]
     wavs = table["wav"]
     gone = Column(pc.filter(wavs, pc.equal(reason, MISSING)))
-    if len(gone) and (found := existing(gone)).any():
-        return gone[int(found.argmax())]
+    if len(gone):
+        has_appeared = existing(gone)
+        if has_appeared.any():
+            return gone[int(has_appeared.argmax())]
     bad = pc.equal(reason, UNDECODABLE)
     rows = zip(*(Column(pc.filter(table[name], bad)) for name in ("wav", "size", "modified")), strict=True)
     return next((wav for wav, *version in rows if tuple(version) != file_version(wav)), None)

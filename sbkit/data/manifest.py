@@ -85,8 +85,8 @@ class Column(Sequence[str]):
 
     def numbered(self) -> tuple[Column, np.ndarray]:
         """The different strings, and the index among them of each string, [N]."""
-        found = self.arrow.dictionary_encode()
-        return Column(found.dictionary), found.indices.to_numpy(zero_copy_only=False)
+        encoded = self.arrow.dictionary_encode()
+        return Column(encoded.dictionary), encoded.indices.to_numpy(zero_copy_only=False)
 
     def lines(self) -> Iterator[memoryview]:
         """Yield the UTF-8 of all non-empty strings, each with a line end, in blocks."""
@@ -184,11 +184,11 @@ class Manifest:
 
     def column(self, name: str) -> Column:
         """The texts [N] of ``speaker``, ``text`` or ``id``, or of a metadata column."""
-        own = {"speaker": self.speakers, "text": self.texts, "id": self.ids, **self.meta}
-        if name not in own:
-            raise SbkitError(f"the manifest has no column {name!r} (its columns: {shown_names(own)})",
+        columns = {"speaker": self.speakers, "text": self.texts, "id": self.ids, **self.meta}
+        if name not in columns:
+            raise SbkitError(f"the manifest has no column {name!r} (its columns: {shown_names(columns)})",
                              hint="check its name in clips_per or the task's columns, then prepare the corpus again")
-        return own[name]
+        return columns[name]
 
     def seconds(self, name: str) -> np.ndarray:
         """Seconds [N] of the recordings in a metadata column, as measured by preparation."""
@@ -219,10 +219,10 @@ class Manifest:
 
     def replace(self, **columns: Any) -> Manifest:
         """A manifest with some columns replaced, such as ``replace(wavs=...)`` after the audio was copied."""
-        own = {name: getattr(self, name)
-               for name in ("ids", "durations", "wavs", "texts", "speakers", "starts", "meta", "remote", "shares",
-                            "once")}
-        return Manifest(**{**own, **columns})
+        unchanged = {name: getattr(self, name)
+                     for name in ("ids", "durations", "wavs", "texts", "speakers", "starts", "meta", "remote", "shares",
+                                  "once")}
+        return Manifest(**{**unchanged, **columns})
 
     def joined(self, other: Manifest) -> Manifest:
         """These rows, then those of another manifest with the same metadata columns."""
@@ -322,8 +322,8 @@ def mapped_file(path: Path) -> Path:
 
 def _version(path: Path) -> bytes:
     """Return a text that changes when the file is written."""
-    found = os.stat(path)
-    return f"{found.st_size} {found.st_mtime_ns}".encode()
+    status = os.stat(path)
+    return f"{status.st_size} {status.st_mtime_ns}".encode()
 
 
 def _content(column: pa.Array) -> memoryview:

@@ -75,7 +75,7 @@ class Mixture(Corpus):
     def __init__(self, parts: Mapping[str, Corpus], folder: str | Path = "manifests", *,
                  weights: Mapping[str, float] | None = None, temperature: float | None = None, best_by: str = MEAN,
                  once: str | None = None):
-        if not isinstance(parts, Mapping) or not parts or not all(isinstance(each, Corpus) for each in parts.values()):
+        if not isinstance(parts, Mapping) or not parts or not all(isinstance(part, Corpus) for part in parts.values()):
             raise SbkitError("mixture: parts must be corpora", hint="write a Corpus for each: {read: !new:sbkit.data."
                                                                       "corpus.Corpus {source: ...}, ...}")
         wrong = [name for name in parts if not _NAME.fullmatch(str(name))]
@@ -380,4 +380,4 @@ def hours_of_pass(train: Manifest) -> float:
         return train.hours
     hours = hours_of(train)
     return hours[train.once] / train.shares[train.once] if train.once else \
-        sum(each for name, each in hours.items() if train.shares[name])
+        sum(part_hours for name, part_hours in hours.items() if train.shares[name])

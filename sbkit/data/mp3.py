@@ -74,10 +74,10 @@ def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
         sizes.add(frame.size & ~1)  # padding makes a frame of constant bit rate one byte longer
         at += frame.size
         if frame_at(data, at) is None:
-            found = _next_frame(data[at : at + _RESYNC_BYTES])
-            if found is None:
+            distance = _next_frame(data[at : at + _RESYNC_BYTES])
+            if distance is None:
                 break
-            at += found
+            at += distance
     return Mp3(frames, samples, len(sizes) <= 2, False, first) if frames else None  # without, the only one is cut off
 
 

@@ -50,8 +50,8 @@ def _bytes(field: int, value: bytes) -> bytes:
 
 def _varint(value: int) -> bytes:
     """A number in groups of seven bits, the lowest first."""
-    found = bytearray()
+    groups = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        groups.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*groups, value])

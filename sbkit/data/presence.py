@@ -27,7 +27,7 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
     names, codes = Column(pc.replace_substring_regex(path, r"[^/]*$", "")).numbered()  # folders
     plain = ~member & ~remote
     counts = np.bincount(codes[plain], minlength=len(names))
-    found = []
+    listed_paths = []
     for code in np.flatnonzero(counts >= WORTH_LISTING).tolist():
         folder = names[code]
         if folder not in listings:
@@ -40,10 +40,10 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
         if listings[folder] is None:
             counts[code] = 0
         else:
-            found.append(listings[folder])
-    if found:
+            listed_paths.append(listings[folder])
+    if listed_paths:
         listed = plain & (counts[codes] >= WORTH_LISTING)
-        result[listed] = _np(pc.is_in(path, pa.concat_arrays(found)))[listed]
+        result[listed] = _np(pc.is_in(path, pa.concat_arrays(listed_paths)))[listed]
         plain[listed] = False
     for i in np.flatnonzero(plain).tolist():
         result[i] = os.path.isfile(wavs[i])

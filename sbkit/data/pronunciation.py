@@ -35,22 +35,26 @@ class Pronunciation:
         from sbkit.data import demo_voice  # needs numpy, which code that only checks names need not load
 
         with _LOCK:
-            if missing := sorted({word for word in words if word} - self._known.keys()):
-                if len(self._known) + len(missing) > _MAX_WORDS:
-                    self._known = {}
-                parts = [[word[at:at + _LONGEST] for at in range(0, len(word), _LONGEST)] for word in missing]
-                spoken = demo_voice.pronounce([part for each in parts for part in each], self.voice)
-                sounds = (unicodedata.normalize("NFC", _SWITCH.sub("", sound)).replace(_LIAISON, "").strip()
-                          for sound in spoken)
-                self._known |= {word: "".join(next(sounds) for _ in each)
-                                for word, each in zip(missing, parts, strict=True)}
+            missing = sorted({word for word in words if word} - self._known.keys())
+            if not missing:
+                return
+            if len(self._known) + len(missing) > _MAX_WORDS:
+                self._known = {}
+            # espeak-ng gets long words in parts.
+            parts_of_words = [[word[at:at + _LONGEST] for at in range(0, len(word), _LONGEST)] for word in missing]
+            all_parts = [part for parts in parts_of_words for part in parts]
+            sounds = (unicodedata.normalize("NFC", _SWITCH.sub("", sound)).replace(_LIAISON, "").strip()
+                      for sound in demo_voice.pronounce(all_parts, self.voice))
+            for word, parts in zip(missing, parts_of_words, strict=True):
+                self._known[word] = "".join(next(sounds) for _ in parts)
 
     def __call__(self, word: str) -> str:
         """Return the symbols of a word; empty if espeak-ng doesn't pronounce it."""
-        if (found := self._known.get(word)) is None:
+        symbols = self._known.get(word)
+        if symbols is None:
             self.learn([word])
-            found = self._known.get(word, "")
-        return found
+            symbols = self._known.get(word, "")
+        return symbols
 
 
 @functools.cache
@@ -58,19 +62,22 @@ def pronunciation(voice: str) -> Pronunciation:
     """Return a voice's pronunciation, cached; raises if there is no such voice, or no espeak-ng."""
     if not NAME.fullmatch(voice):
         raise SbkitError(f"espeak-ng has no voice {voice!r}", hint="voices have names such as en-us or fr")
-    found = Pronunciation(voice)
-    found.learn(["a"])
-    return found
+    pronounce = Pronunciation(voice)
+    pronounce.learn(["a"])  # raises if there is no such voice
+    return pronounce
 
 
 def split_punctuation(word: str) -> tuple[str, str, str]:
     """Split a word into the marks before it, what is pronounced, and the marks behind it."""
     spoken = [at for at, character in enumerate(word) if unicodedata.category(character)[0] in "LMN"]
-    begin, end = (spoken[0], spoken[-1] + 1) if spoken else (len(word), len(word))
+    if not spoken:
+        return word, "", ""
+    begin = spoken[0]
+    end = spoken[-1] + 1
     return word[:begin], word[begin:end], word[end:]
 
 
 def symbol_weights(symbols: str) -> list[float]:
     """Return 1 for each symbol with a duration, and 0 for marks of stress and length; 1 for all if all are marks."""
-    found = [0.0 if unicodedata.category(each) in ("Lm", "Mn", "Sk") else 1.0 for each in symbols]
-    return found if any(found) else [1.0] * len(found)
+    weights = [0.0 if unicodedata.category(symbol) in ("Lm", "Mn", "Sk") else 1.0 for symbol in symbols]
+    return weights if any(weights) else [1.0] * len(weights)

@@ -71,8 +71,8 @@ class FolderKind:
         others = []
         for path in _walk(folder):
             name = str(path.relative_to(folder))
-            known = folders if path.is_dir() and not path.is_symlink() else listed
-            if name not in known:
+            expected = folders if path.is_dir() and not path.is_symlink() else listed
+            if name not in expected:
                 others.append(name)
         return sorted(others)
 
@@ -158,7 +158,7 @@ def publish(temporary: Path, to: Path, kind: FolderKind, force: bool, keep: Path
     temporary.chmod(_PUBLISHED)
     # A few files are synced one by one; if there are many, or subfolders, the file system.
     inside = list(itertools.islice(temporary.iterdir(), _FEW + 1))
-    if len(inside) > _FEW or any(each.is_dir() for each in inside):
+    if len(inside) > _FEW or any(path.is_dir() for path in inside):
         disk.sync_file_system(temporary)
     else:
         disk.sync_files(temporary)
@@ -169,8 +169,8 @@ def publish(temporary: Path, to: Path, kind: FolderKind, force: bool, keep: Path
             os.rename(temporary, to)
         else:
             # Making the new folder may have taken an hour, in which others have put their files there.
-            for each in (to, *([] if keep is None else [keep])):
-                kind.check_replaceable(each)
+            for path in (to, *([] if keep is None else [keep])):
+                kind.check_replaceable(path)
             _replace(temporary, to, kind, keep)
     except OSError as error:
         if disk.disk_error(error):

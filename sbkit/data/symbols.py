@@ -31,34 +31,34 @@ class NameTable:
 
     def __init__(self, file: str | Path):
         self.file = Path(file)
-        self._found: list[str] = []
+        self._names: list[str] = []
 
-    def store(self, found: Sequence[str]) -> None:
+    def store(self, names: Sequence[str]) -> None:
         """Store names; raises if other names are stored already, because checkpoints may depend on them."""
         if self.file.exists():
-            if self.read() != found:
+            if self.read() != names:
                 raise SbkitError(f"{self.file} has other entries than the corpus, and checkpoints may depend on it",
                                  hint="start in a new output_folder, or restore the corpus")
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.file) as out:
-            json.dump(found, out, ensure_ascii=False)
-        self._found = list(found)
+            json.dump(names, out, ensure_ascii=False)
+        self._names = list(names)
 
     def read(self) -> list[str]:
         """Read the stored names."""
         try:
-            found = untrusted.read_json(self.file, _MAX_BYTES)
+            names = untrusted.read_json(self.file, _MAX_BYTES)
         except FileNotFoundError:
             raise SbkitError(f"{self.file} doesn't exist yet", hint="prepare the corpus: sbkit prepare") from None
         except (OSError, ValueError) as error:
             raise SbkitError(f"{self.file} cannot be read: {error}") from None
-        if not isinstance(found, list) or not found or not all(isinstance(name, str) and name for name in found) \
-                or found != sorted(set(found)):
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names) \
+                or names != sorted(set(names)):
             raise SbkitError(f"{self.file} is not a sorted list of names",
                              hint="remove it, and prepare the corpus again in a new output_folder")
-        self._found = found
-        return found
+        self._names = names
+        return names
 
 
 class Symbols(NameTable):
@@ -90,17 +90,17 @@ class Symbols(NameTable):
     def prepare(self, texts: Iterable[str]) -> Symbols:
         """Store the characters of these texts, or their phones."""
         texts = list(texts)
-        found = sorted(set().union(*texts))
-        if not found:
+        symbols = sorted(set().union(*texts))
+        if not symbols:
             raise SbkitError("the corpus has no text to train a voice on", hint="does it have transcripts?")
-        if len(found) > MAX_SYMBOLS:
-            raise SbkitError(f"the corpus has {len(found):,} different characters, but at most {MAX_SYMBOLS:,} are "
+        if len(symbols) > MAX_SYMBOLS:
+            raise SbkitError(f"the corpus has {len(symbols):,} different characters, but at most {MAX_SYMBOLS:,} are "
                              "supported", hint="is its text a transcript, in letters?")
         if self.spelling is not None:
-            self._characters.store(found)
+            self._characters.store(symbols)
             self.look_up(texts)
-            found = sorted({symbol for text in texts for symbol, _ in self._written(text)})
-        self.store(found)
+            symbols = sorted({symbol for text in texts for symbol, _ in self._written(text)})
+        self.store(symbols)
         return self.load()
 
     def load(self) -> Symbols:
@@ -108,13 +108,13 @@ class Symbols(NameTable):
         if wrong := [name for name in self.read() if len(name) != 1]:
             raise SbkitError(f"{self.file}: {wrong[0][:_LONGEST]!r} is not a character",
                              hint="remove it, and prepare the corpus again in a new output_folder")
-        self._ids = {symbol: number for number, symbol in enumerate(self._found, 1)}
+        self._ids = {symbol: number for number, symbol in enumerate(self._names, 1)}
         return self
 
     def write(self, text: str) -> tuple[list[int], list[float]]:
         """Return the ids of a text's symbols and where each ends, in characters; unknown ones are left out."""
-        known = [(self._ids[symbol], float(end)) for symbol, end in self._written(text) if symbol in self._ids]
-        return [number for number, _ in known], [end for _, end in known]
+        symbols = [(self._ids[symbol], float(end)) for symbol, end in self._written(text) if symbol in self._ids]
+        return [number for number, _ in symbols], [end for _, end in symbols]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text's symbols; unknown ones are left out."""
@@ -130,8 +130,8 @@ class Symbols(NameTable):
         """Return the characters and phones of texts that the corpus doesn't have."""
         texts = list(texts)
         self.look_up(texts)
-        found = {symbol for text in texts for symbol, _ in self._written(text)} - self._ids.keys()
-        return found if self.spelling is None else found | (set().union(*texts) - set(self.characters))
+        symbols = {symbol for text in texts for symbol, _ in self._written(text)} - self._ids.keys()
+        return symbols if self.spelling is None else symbols | (set().union(*texts) - set(self.characters))
 
     def _written(self, text: str) -> Iterable[tuple[str, float]]:
         """Return a text's symbols, and the end of each in the text, in characters."""
@@ -176,18 +176,18 @@ class Speakers(NameTable):
     @property
     def names(self) -> list[str]:
         """The names in order of their numbers."""
-        return self._found or self.read()
+        return self._names or self.read()
 
     def prepare(self, speakers: Iterable[str]) -> list[str]:
         """Store the names of a corpus's speakers, or of the one voice."""
-        found = sorted({speaker[:_LONGEST] or NAMELESS for speaker in speakers})
+        names = sorted({speaker[:_LONGEST] or NAMELESS for speaker in speakers})
         if not self.several:
-            found = found if len(found) == 1 else [NAMELESS]
-        if len(found) > MAX_SPEAKERS:
-            raise SbkitError(f"the corpus has {len(found):,} speakers, but at most {MAX_SPEAKERS:,} are supported",
+            names = names if len(names) == 1 else [NAMELESS]
+        if len(names) > MAX_SPEAKERS:
+            raise SbkitError(f"the corpus has {len(names):,} speakers, but at most {MAX_SPEAKERS:,} are supported",
                              hint="write several: false under speakers, and all of it is one voice")
-        self.store(found)
-        return found
+        self.store(names)
+        return names
 
     def number(self, speaker: str) -> int:
         """Return the number of a speaker; 0, that of the first, for an unknown one."""

@@ -73,7 +73,7 @@ def _wav(read: Read, size: int) -> tuple[int, int, int]:
     held = 0
     while at + 8 <= size:
         name, length = struct.unpack("<4sI", read(8, at))
-        if start and (not all(0x20 <= each < 0x7F for each in name) or at + 8 + length > size):
+        if start and (not all(0x20 <= byte < 0x7F for byte in name) or at + 8 + length > size):
             return start, held, size - at
         if name == b"data":
             start = at
@@ -107,16 +107,16 @@ def _flac_frame(data: bytes, block: int) -> tuple[int, int] | None:
     at = 5 + more
     code = data[2] >> 4
     rate = data[2] & 0xF
-    for each in data[5:at]:
-        number = number << 6 | each & 0x3F
+    for byte in data[5:at]:
+        number = number << 6 | byte & 0x3F
     samples = _FLAC_SAMPLES.get(code, 0)
     if code in (6, 7):
         samples = int.from_bytes(data[at : at + code - 5], "big") + 1
         at += code - 5
     at += {12: 1, 13: 2, 14: 2}.get(rate, 0)
     checksum = 0
-    for each in data[: at + 1]:
-        checksum ^= each
+    for byte in data[: at + 1]:
+        checksum ^= byte
         for _ in range(8):
             checksum = checksum << 1 ^ (0x107 if checksum & 0x80 else 0)
     return (number if data[1] & 1 else number * block, samples) if samples and not checksum else None

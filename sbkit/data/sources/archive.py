@@ -103,8 +103,8 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> None:
             with disk.disk_errors_as_user_error(partial):
                 partial.mkdir(parents=True, exist_ok=True)
                 (partial / _BEGUN).write_text(json.dumps(begun), encoding="utf-8")
-                done = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
-                disk.check_room(partial, archive.stat().st_size - done,
+                unpacked_bytes = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+                disk.check_room(partial, archive.stat().st_size - unpacked_bytes,
                                 "set the corpus's cache_folder to a larger disk")
                 _unpack(archive, partial, show_progress)
                 disk.sync_file_system(partial)
