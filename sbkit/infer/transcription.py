@@ -147,15 +147,14 @@ def _print_error_rates(transcribed: Sequence[tuple[Recording, Transcript]], lang
 def _rates(rows: Sequence[tuple[str, str, str]]) -> str:
     """Return the error rates of rows of a recording's id, its reference and its transcript."""
     from sbkit.score.rates import ErrorRates
-    from sbkit.score.significance import interval
+    from sbkit.score.significance import interval_in_text
 
     ids, references, texts = zip(*rows, strict=True)
     words = ErrorRates("word")
     words.add(ids, references, texts)
     characters = ErrorRates("character")
     characters.add(ids, references, texts)
-    low, high = interval(words)
-    return f"WER {words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), CER {characters.rate:.2f} %"
+    return f"WER {words.rate:.2f} % (95 % interval {interval_in_text(words)}), CER {characters.rate:.2f} %"
 
 
 # ---------------------------------------------------------------------- writing

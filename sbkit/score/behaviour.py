@@ -17,7 +17,7 @@ from sbkit.data.audio import resample
 from sbkit.data.augment import ApplyCodec, add_noise
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Table
-from sbkit.score.significance import interval
+from sbkit.score.significance import interval_in_text
 
 #: Of non-speech, root mean square in decibels below full scale.
 LEVELS = (-20, -45, -80)
@@ -196,8 +196,7 @@ def _speech_table(rates_by_change: Mapping[str, ErrorRates], how: str) -> tuple[
     rows = []
     for name, rates in rates_by_change.items():
         figures[f"behaviour.{name.replace(' ', '_')}"] = rates.rate
-        low, high = interval(rates)
-        rows.append([name, f"{rates.rate:.2f}", f"{low:.2f} to {high:.2f}"])
+        rows.append([name, f"{rates.rate:.2f}", interval_in_text(rates)])
     count = len(next(iter(rates_by_change.values())))
     return Table("The same utterances, changed", ["speech", "WER %", "95 % interval"], rows,
                  f"{count} utterances of the test set{how}."), figures

@@ -14,7 +14,7 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.score.metric import Metric
 from sbkit.score.rates import first_few
-from sbkit.score.significance import RunComparison, bounds
+from sbkit.score.significance import MIN_UTTERANCES, RunComparison, bounds
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,16 @@ class MetricEstimate:
         """The 95 % interval: the bounds within which 95 % of the drawn values lie."""
         return bounds(np.array(self.drawn)) if len(self.drawn) >= MIN_SAMPLES else None
 
+    @property
+    def shown_interval(self) -> tuple[float, float] | None:
+        """The interval, if there are enough recordings to show it."""
+        return self.interval if len(self.ids) >= MIN_UTTERANCES else None
+
     def __str__(self) -> str:
-        if self.interval is None:
+        if self.shown_interval is None:
             return f"{self.name} {self.value:.4g}"
-        return f"{self.name} {self.value:.4g} ({self.interval[0]:.4g} to {self.interval[1]:.4g})"
+        low, high = self.shown_interval
+        return f"{self.name} {self.value:.4g} ({low:.4g} to {high:.4g})"
 
     def worst(self) -> list[int]:
         """Indices of the recordings, the worst first."""

@@ -24,7 +24,7 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Player, Results, SoundSample
-from sbkit.score.significance import interval
+from sbkit.score.significance import interval, interval_in_text
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class SoundResults(Results):
 
     def error_rate_rows(self) -> list[list[str]]:
         """Return rows of a table with the error rates that were measured."""
-        return [[name, f"{rates.rate:.2f} %", "{}; 95 % interval {:.2f} to {:.2f}".format(what, *interval(rates))]
+        return [[name, f"{rates.rate:.2f} %", f"{what}; 95 % interval {interval_in_text(rates)}"]
                 for name, what, rates in (("WER", f"of the {self.maker}'s output", self.after),
                                           ("WER of the recordings", "by the same recogniser", self.before))
                 if rates is not None]

@@ -30,6 +30,13 @@ def rows(values):
     return [Row(f"u{i:04}", float(value)) for i, value in enumerate(values)]
 
 
+def test_an_interval_of_few_recordings_is_computed_and_not_shown():
+    few = estimate(HIGH, rows(range(9)), means)
+    assert few.interval is not None and few.shown_interval is None and str(few) == "gain 4"
+    enough = estimate(HIGH, rows(range(10)), means)
+    assert enough.shown_interval == enough.interval and " to " in str(enough)
+
+
 def test_the_interval_of_a_mean_is_that_of_the_normal_distribution():
     values = np.random.default_rng(0).normal(9, 2, 400)
     found = estimate(HIGH, rows(values), means)

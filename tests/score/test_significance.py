@@ -8,7 +8,7 @@ import pytest
 from sbkit.errors import SbkitError
 from sbkit.score import significance
 from sbkit.score.rates import ErrorRates
-from sbkit.score.significance import compare, interval
+from sbkit.score.significance import MIN_UTTERANCES, compare, interval, interval_in_text
 
 
 def run(wrong, names=None, words=10):
@@ -27,6 +27,14 @@ def test_the_interval_is_that_of_the_normal_distribution_and_the_same_again():
     low, high = interval(run(wrong))
     assert low < 10 * wrong.mean() < high and interval(run(wrong)) == (low, high)
     assert high - low == pytest.approx(2 * 1.96 * wrong.std() * 10 / np.sqrt(len(wrong)), rel=0.1)
+
+
+def test_shows_no_interval_of_too_few_utterances():
+    few = run([10, 10, 10])
+    assert interval_in_text(few) == "unknown, fewer than 10 utterances"
+    enough = run([1, 2] * (MIN_UTTERANCES // 2))
+    low, high = interval(enough)
+    assert interval_in_text(enough, " %") == f"{low:.2f} to {high:.2f} %"
 
 
 @pytest.mark.slow

@@ -192,6 +192,12 @@ class RunData:
             return frozenset()
         return frozenset(pc.unique(pc.list_flatten(pc.utf8_split_whitespace(texts))).to_pylist())
 
+    def shown_interval(self, name: str) -> tuple[float, float] | None:
+        """The 95 % interval of one of ``stats``; None if it is unknown, or of too few recordings to be shown."""
+        if self.estimate is None or self.estimate.name != name:
+            return None
+        return self.estimate.shown_interval
+
     @property
     def unread(self) -> int:
         """The number of test utterances that could not be read and are missing from the results."""

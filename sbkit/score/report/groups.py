@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from sbkit.score.report.data import ScoredRun
-from sbkit.score.significance import interval_of
+from sbkit.score.significance import MIN_UTTERANCES, interval_of
 
 EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, math.inf)  # seconds
 MAX_GROUPS = 12  # of one kind; the rest are merged
 SPEAKERS_SHOWN = 8
-MIN_UTTERANCES = 5  # for an interval
+_MIN_IN_PART = 5  # utterances; fewer with a similar confidence say nothing
 UNKNOWN = "not given"
 _MAX_VALUES = 50  # a column with more distinct values than this gives no groups
 _AGES = ("child", "teens", "twenties", "thirties", "forties", "fourties", "fifties", "sixties", "seventies", "eighties",
@@ -68,7 +68,7 @@ def by_confidence(results: ScoredRun, parts: int = 5) -> list[UtteranceGroup]:
     """Group utterances into parts of equal size, the least confident first; empty if too few have a confidence."""
     confidence = np.array([np.nan if one.confidence is None else one.confidence for one in results.utterances])
     order = np.argsort(confidence, kind="stable")[:int(np.isfinite(confidence).sum())]  # NaN is last
-    if len(order) < parts * MIN_UTTERANCES:
+    if len(order) < parts * _MIN_IN_PART:
         return []
     return [_group("{:.2f}–{:.2f}".format(*confidence[part[[0, -1]]]), results, part)
             for part in np.array_split(order, parts)]

@@ -21,7 +21,7 @@ from sbkit.score.old_set import OLD, OldSet
 from sbkit.score.report import data
 from sbkit.score.report.data import RunData
 from sbkit.score.run_files import EVALUATIONS, MANIFESTS, REPORT, RESULT
-from sbkit.score.significance import interval
+from sbkit.score.significance import interval_in_text
 from sbkit.score.weights import BEST_CHECKPOINT, ChosenWeights
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write, time_span
@@ -182,11 +182,10 @@ def _figures(run: RunData) -> str:
     rows: list[tuple[str, ...]] = []
     for part, results in run.parts.items():
         for name, rates in (("WER", results.words), ("CER", results.characters)):
-            low, high = interval(rates)
-            rows.append((f"{name} {part}".rstrip(), f"{rates.rate:.2f} %", f"{low:.2f} to {high:.2f} %"))
+            rows.append((f"{name} {part}".rstrip(), f"{rates.rate:.2f} %", interval_in_text(rates, " %")))
     for name, value in run.stats.items():
-        between = run.estimate.interval if run.estimate is not None and run.estimate.name == name else None
-        rows.append((name, f"{value:.4g}", "{:.4g} to {:.4g}".format(*between) if between else ""))
+        bounds = run.shown_interval(name)
+        rows.append((name, f"{value:.4g}", "" if bounds is None else "{:.4g} to {:.4g}".format(*bounds)))
     return _table(("test", "figure", "95 % interval"), rows) if rows else ""
 
 

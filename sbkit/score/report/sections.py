@@ -23,7 +23,7 @@ from sbkit.score.report.charts import Series
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.findings import NONE_SUSPECTED, NOT_CHECKED, SUSPECTS_NOTE, SuspectLabel, can_judge
 from sbkit.score.report.groups import UtteranceGroup
-from sbkit.score.significance import RATES, RunComparison, compare, interval
+from sbkit.score.significance import MIN_UTTERANCES, RATES, RunComparison, compare, interval_in_text
 from sbkit.system.console import counted, time_span
 
 WORDS_SHOWN = 14
@@ -56,11 +56,11 @@ def tiles(run: RunData) -> list[tuple[str, str, str, bool]]:
         chunk = "".join(f", {chunk_size.to_label(each['chunk'])}" for each in run.scored.get("chunks", ())[:1])
         for part, results in run.parts.items():
             of = part and f" of {part}"
-            (low, high) = interval(results.words)
-            cells += [(f"Word error rate{of}{chunk}", rate(results.words.rate),
-                       f"{low:.2f} to {high:.2f} (95\N{NO-BREAK SPACE}%)", True),
-                      (f"Character error rate{of}", rate(results.characters.rate),
-                       "{:.2f} to {:.2f}".format(*interval(results.characters)), False)]
+            enough = len(results) >= MIN_UTTERANCES
+            word_details = interval_in_text(results.words, " (95\N{NO-BREAK SPACE}%)") if enough else ""
+            character_details = interval_in_text(results.characters) if enough else ""
+            cells += [(f"Word error rate{of}{chunk}", rate(results.words.rate), word_details, True),
+                      (f"Character error rate{of}", rate(results.characters.rate), character_details, False)]
         summary = run.results.words.summary()
         cells += [
             ("Sentences correct", percent(1 - summary["SER"] / 100, 1),
@@ -68,12 +68,13 @@ def tiles(run: RunData) -> list[tuple[str, str, str, bool]]:
             ("Test set", time_span(run.results.hours * 3600),
              f"{counted(len(run.results), 'utterance')}, {summary['num_scored_tokens']} words", False),
         ]
-    estimate = run.estimate
     for name, value in run.stats.items():
-        between = estimate.interval if estimate is not None and estimate.name == name else None
         title = name[:1].upper() + name[1:].replace("_", " ")  # "Mel distance", but STOI as it is
-        cells.append((title, f"{value:.4g}", "on the test set" if between is None else
-                      f"{between[0]:.4g} to {between[1]:.4g} (95\N{NO-BREAK SPACE}%)", name != "loss"))
+        details = "on the test set"
+        bounds = run.shown_interval(name)
+        if bounds is not None:
+            details = "{:.4g} to {:.4g} (95\N{NO-BREAK SPACE}%)".format(*bounds)
+        cells.append((title, f"{value:.4g}", details, name != "loss"))
     trained = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     last = run.epochs[-1] if run.epochs else {}
     if trained:

@@ -15,7 +15,7 @@ from sbkit.score import utterances
 from sbkit.score.latency import LiveTranscript
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Results
-from sbkit.score.significance import interval
+from sbkit.score.significance import interval, interval_in_text
 from sbkit.system.console import atomic_write, counted
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,7 @@ class ASRResults(Results):
                    words=words, characters=characters)
 
     def headline(self) -> str:
-        low, high = interval(self.words)
-        return (f"WER {self.words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), "
+        return (f"WER {self.words.rate:.2f} % (95 % interval {interval_in_text(self.words)}), "
                 f"CER {self.characters.rate:.2f} %, {counted(len(self.words), 'utterance')}")
 
     def lines(self) -> list[str]:
@@ -119,8 +118,7 @@ class ASRResults(Results):
     def columns(self) -> list[tuple[str, Any]]:
         columns: list[tuple[str, Any]] = []
         for name, rates in (("WER %", self.words), ("CER %", self.characters)):
-            low, high = interval(rates)
-            columns += [(name, rates.rate), ("95 % interval", f"{low:.2f} to {high:.2f}")]
+            columns += [(name, rates.rate), ("95 % interval", interval_in_text(rates))]
         return columns
 
     def files(self, of: str = "") -> list[str]:

@@ -14,6 +14,7 @@ from sbkit.score import utterances
 from sbkit.score.old_set import OldSet
 from sbkit.score.report import model_card, write_report
 from sbkit.score.report.data import ScoredRun, read
+from sbkit.score.significance import interval
 from sbkit.score.weights import ChosenWeights, Mean
 
 
@@ -143,6 +144,19 @@ def test_a_bundles_readme_goes_on_with_it(run):
     text = model_card.of_bundle("# words\n\nHow to use it.\n", run, "automatic-speech-recognition")
     assert front(text)["pipeline_tag"] == "automatic-speech-recognition"
     assert text.index("How to use it.") < text.index("## Figures") < text.index("## Training")
+
+
+@pytest.mark.parametrize(("count", "shown"), [(3, False), (9, False), (10, True)])
+def test_shows_an_interval_only_of_enough_utterances(run, count, shown):
+    utterances.write(run / "test_utterances.jsonl", run_folders.scored(count))
+    rates = read(run).results.words
+    row = "unknown, fewer than 10 utterances"
+    if shown:
+        low, high = interval(rates)
+        row = f"{low:.2f} to {high:.2f} %"
+    assert f"| WER | {rates.rate:.2f} % | {row} |\n" in model_card.of_bundle("# words\n", run, None)
+    write_report(run)
+    assert ("(95\N{NO-BREAK SPACE}%)" in (run / "report.html").read_text()) is shown
 
 
 def test_exporting_what_training_had_warned_of_says_so(run, caplog):
