@@ -140,7 +140,8 @@ def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest
     columns = [name for name, _ in results[0].results.table_rows()[0]]
     rows = []
     for result, facts, *_ in results:  # values that lines share are only in the first of them
-        shared = [facts["checkpoint"].removesuffix(request.label()), facts["utterances"], facts["hours"]]
+        weights = facts["checkpoint"].removesuffix(request.label())
+        shared = [weights + request.search_label(), facts["utterances"], facts["hours"]]
         factor = f"{facts['real_time_factor']:.4f}"
         for line in result.table_rows():
             rows.append([*shared, *(value for _, value in line), factor])

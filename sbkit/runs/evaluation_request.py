@@ -51,14 +51,27 @@ class EvaluateRequest:
 
     def label(self) -> str:
         """The part of the results' name that lists the given search options, such as ``-joint-ctc0.2-beam10``."""
+        chunks = []
+        if self.chunk:
+            sizes = [chunk_size.WHOLE if size is None else str(size) for size in self.chunk]
+            chunks = [f"chunk{'-'.join(sizes)}"]
+        return "".join(f"-{option}" for option in [*self._search_switches(), *chunks, *self._search_numbers()])
+
+    def search_label(self) -> str:
+        """The same without the chunk sizes, which have a column in the table of results."""
+        return "".join(f"-{option}" for option in [*self._search_switches(), *self._search_numbers()])
+
+    def _search_switches(self) -> list[str]:
+        """The names of the search options that are on or have no number."""
+        language_model = Path(self.lm).name.split(".")[0] if self.lm else ""
+        switches = [("joint", self.joint), (language_model, self.lm), ("tuned", self.tune_lm), ("hot", self.hot_words)]
+        return [name for name, value in switches if value]
+
+    def _search_numbers(self) -> list[str]:
+        """The search options with a number, each with its number."""
         numbers = {"lm": self.lm_weight, "word": self.word_score, "ctc": self.ctc_weight, "beam": self.beam,
                    "nbest": self.nbest}
-        parts = [("joint", self.joint), (self.lm and Path(self.lm).name.split(".")[0], self.lm),
-                ("tuned", self.tune_lm), ("hot", self.hot_words),
-                ("chunk" + "-".join(chunk_size.WHOLE if each is None else str(each) for each in self.chunk),
-                 self.chunk),
-                *((f"{name}{value:g}", True) for name, value in numbers.items() if value is not None)]
-        return "".join(f"-{word}" for word, asked in parts if asked)
+        return [f"{name}{value:g}" for name, value in numbers.items() if value is not None]
 
     @property
     def weights(self) -> list[ChosenWeights]:

@@ -271,6 +271,8 @@ def test_a_result_keeps_others_and_says_which_it_replaces(run, tmp_path, capsys)
     out = ("--to", tmp_path)
     assert evaluate(run, "--beam", 5, *out) == evaluate(run, "--beam", 6, *out) == evaluate(run, *out) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test-best", "test-best-beam5", "test-best-beam6"]
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("best")]
+    assert rows == ["best-beam5", "best-beam6", "best"]
     assert evaluate(run, "--beam", 5, *out) == 0
     assert "replaced" not in capsys.readouterr().out, "the same once more"
     hot = ("--hot-word", "ladder=2", *out)

@@ -15,7 +15,7 @@ from sbkit.score import utterances
 from sbkit.score.latency import LiveTranscript
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Results
-from sbkit.score.significance import interval, interval_in_text
+from sbkit.score.significance import MIN_UTTERANCES, interval, interval_in_text
 from sbkit.system.console import atomic_write, counted
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,9 @@ class ASRResults(Results):
     def columns(self) -> list[tuple[str, Any]]:
         columns: list[tuple[str, Any]] = []
         for name, rates in (("WER %", self.words), ("CER %", self.characters)):
-            columns += [(name, rates.rate), ("95 % interval", interval_in_text(rates))]
+            # The number of utterances, which is why it is unknown, is in the same line.
+            bounds = interval_in_text(rates) if len(rates) >= MIN_UTTERANCES else "unknown"
+            columns += [(name, rates.rate), ("95 % interval", bounds)]
         return columns
 
     def files(self, of: str = "") -> list[str]:
