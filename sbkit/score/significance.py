@@ -12,8 +12,8 @@ from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates, first_few
 
 #: The fewest utterances whose interval is shown. Resampling a few utterances can't show how much utterances differ: in
-#: simulated test sets with rates of 10 and 30 %, intervals from 3 utterances hold the true rate in 65 and 73 of 100, and
-#: a quarter of the former have no width; those from 10 hold it in 82 and 90, and nearly all have a width.
+#: simulated test sets with rates of 10 and 30 %, intervals from 3 utterances hold the true rate in 65 and 73 of 100,
+#: and a quarter of the former have no width; those from 10 hold it in 82 and 90, and nearly all have a width.
 MIN_UTTERANCES = 10
 NORMAL_FROM = 10_000  # utterances
 RESAMPLES = 2000

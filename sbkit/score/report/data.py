@@ -171,6 +171,17 @@ class RunData:
         return plain_values(self.recipe).get(name, "")
 
     @property
+    def last_epoch(self) -> int:
+        """The last epoch that was trained; 0 if none was."""
+        return self.epochs[-1].get("epoch", len(self.epochs)) if self.epochs else 0
+
+    @property
+    def planned_epochs(self) -> int | None:
+        """The epochs that the recipe asks for; None if it doesn't say so with a plain number."""
+        value = self.key("number_of_epochs")
+        return int(value) if value.isdecimal() else None
+
+    @property
     def tested_weights(self) -> ChosenWeights:
         """The weights that the run's own test scored."""
         value = self.key("average_checkpoints")

@@ -131,9 +131,10 @@ def _sections(run: RunData, figures: str, *remarks: str) -> list[str]:
         if start.get(name) is not None]
     seconds = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if run.epochs:
-        done, wanted = run.epochs[-1].get("epoch", len(run.epochs)), run.key("number_of_epochs")
-        unfinished = f" of {wanted}: the run has not finished" if wanted.isdecimal() and done < int(wanted) else ""
-        rows += [("epochs", f"{done}{unfinished}"), ("steps", f"{run.epochs[-1].get('step', 0):,}"),
+        epochs = str(run.last_epoch)
+        if run.planned_epochs is not None and run.last_epoch < run.planned_epochs:
+            epochs += f" of {run.planned_epochs}: the run has not finished"
+        rows += [("epochs", epochs), ("steps", f"{run.epochs[-1].get('step', 0):,}"),
                  ("training time", time_span(seconds))]
     versions = start.get("environment") or {}
     rows += [(name, str(versions[name])) for name in ("sbkit", "torch", "speechbrain") if name in versions]

@@ -165,13 +165,58 @@ def test_deleted_words_and_the_commonest_mistake_stand_out(tmp_path):
 def test_training_that_should_go_on_or_waited_or_lost_data_stands_out(tmp_path):
     run = run_folders.finished_run(tmp_path, None)
     found = headlines(run)
-    assert "The WER was still falling when training ended" in found
+    assert "Not trained to its end: the WER was still falling" in found
     assert "10.0\N{NO-BREAK SPACE}% of the training rows were left out" in found
     waits = {"data": 0.3, "forward": 0.4, "backward": 0.3}
     run_folders.log(run, *({"kind": "epoch", "epoch": epoch, "time_shares": waits, "train_seconds": 125,
                             "skipped_steps": 2} for epoch in range(1, 7)))
     found = headlines(run)
     assert "waited for data during 30" in found and "12 steps were skipped" in found
+
+
+def validated(run, steps=100, **values_by_epoch):
+    """Log epochs of so many steps, each with its values."""
+    for epoch, values in enumerate(zip(*values_by_epoch.values(), strict=True), start=1):
+        run_folders.log(run, {"time": 1.7e9, "kind": "epoch", "epoch": epoch, "step": epoch * steps,
+                              **dict(zip(values_by_epoch, values, strict=True))})
+
+
+def with_non_words(folder):
+    """A run without epochs whose hypotheses have words that no transcript has, which a language model would avoid."""
+    rows = [dataclasses.replace(one, hypothesis=f"{one.reference} zzyx") for one in run_folders.scored(60)]
+    run = run_folders.finished_run(folder, rows, epochs=0)
+    (run / "manifests" / "train.csv").write_text(f"ID,duration,wav,spk_id,wrd\na,1,a.wav,,{rows[0].reference}\n")
+    return run
+
+
+@pytest.mark.parametrize(("values", "steps", "headline"), [
+    ({"valid_WER": [90, 80, 70], "valid_loss": [3, 3, 3]}, 180, "the WER was still falling"),
+    ({"valid_WER": [90, 89, 88], "valid_loss": [3, 3, 3]}, 180, None),  # by less than 3 %
+    ({"valid_WER": [100, 100, 100], "valid_loss": [3.0, 2.5, 2.0]}, 180, "the loss on dev was still falling"),
+    ({"valid_loss": [-5.0, -6.0]}, 5000, "the loss on dev was still falling"),  # below zero, as decibels are
+    ({"valid_WER": [100]}, 540, "540 steps are a trial"),
+    ({"valid_WER": [100]}, 5000, None),  # a large corpus
+    ({"valid_WER": [60, 50, 50]}, 50, None),  # little data, and no progress
+])
+def test_says_first_that_a_model_is_not_trained_to_its_end(tmp_path, values, steps, headline):
+    run = with_non_words(tmp_path)
+    validated(run, steps, **values)
+    assert "are non-words" in headlines(run)
+    first = findings(read(run))[0]
+    if headline is None:
+        assert "Not trained" not in headlines(run)
+    else:
+        assert first.headline == f"Not trained to its end: {headline}"
+        assert "Train longer before you try a language model" in first.detail
+
+
+def test_says_first_that_a_run_has_not_finished_unless_it_has_tested(tmp_path):
+    run = with_non_words(tmp_path)
+    validated(run, 5000, valid_WER=[50, 50, 50])
+    (run / "hyperparams.yaml").write_text("number_of_epochs: 12\n")
+    assert findings(read(run))[0].headline == "Not trained to its end: epoch 3 of 12"
+    run_folders.log(run, {"time": 1.8e9, "kind": "test", "test_WER": 50})
+    assert "Not trained" not in headlines(run), "it stopped because it no longer improved"
 
 
 def test_non_words_are_for_a_language_model(tmp_path):
@@ -266,7 +311,7 @@ def test_which_words_are_wrong_is_no_finding_while_nothing_is_recognised_and_tha
              for i, one in enumerate(run_folders.scored(60))]  # a letter here and there
     run = run_folders.finished_run(tmp_path, rows)
     found = headlines(run)
-    assert "The model recognises almost nothing: CER 9" in found and "The WER was still falling" in found
+    assert "The model recognises almost nothing: CER 9" in found and "the WER was still falling" in found
     assert not any(noise in found for noise in ("deleted", "hypothesis", "wrong", "speakers"))
     found = str(warned(run, ("chance", "Nothing yet", True, True)))
     assert "Nothing yet" in found and "almost nothing" not in found and "deleted" not in found
