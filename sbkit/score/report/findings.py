@@ -271,7 +271,7 @@ def _words(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
 
 
 def _training(run: RunData) -> Iterator[RunFinding]:
-    """Yield what the curves say: more or less training, data or parameters, time that was lost, steps without effect."""
+    """Yield what the curves say: more training, data or parameters, time that was lost, steps without effect."""
     rates = [(epoch["epoch"], epoch["valid_WER"]) for epoch in run.epochs if epoch.get("valid_WER") is not None]
     incomplete = _incomplete(run, rates)
     yield from incomplete
