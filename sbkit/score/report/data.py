@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -113,45 +113,47 @@ class RunData:
         in a manifest there and lies in the corpus' folders."""
         if outside(wav, [str(self.folder), str(self.run)]) is None:
             return None
-        wavs, folders = self._corpora
-        if all(pc.index(each, wav).as_py() < 0 for each in wavs):
+        wavs_of_manifests, folders = self._corpora
+        if all(pc.index(wavs, wav).as_py() < 0 for wavs in wavs_of_manifests):
             return "it is neither in the run's folder nor in its manifests"
         return None if "://" in wav else outside(wav, folders)
 
     @cached_property
     def _corpora(self) -> tuple[list[pa.ChunkedArray], list[str]]:
         """The recordings in each manifest of the run and of its evaluations, and the folders of their corpora."""
-        around = self.run / EVALUATIONS if self.folder == self.run else self.folder.parent
-        paths = [*self.run.glob(f"{MANIFESTS}/*.csv"), *around.glob(f"{CORPORA}/*/*.csv")]
-        columns = [(path.parent, read_delimited(path, only={"wav"}).find("wav")) for path in paths]
+        evaluations = self.run / EVALUATIONS if self.folder == self.run else self.folder.parent
+        wavs_of_manifests = []
+        for path in (*self.run.glob(f"{MANIFESTS}/*.csv"), *evaluations.glob(f"{CORPORA}/*/*.csv")):
+            wavs = read_delimited(path, only={"wav"}).find("wav")
+            if wavs is not None:
+                wavs_of_manifests.append(replace_data_root(wavs, path.parent))
+
         name = Path(PREPARED).name  # each part of a mixture has one, too
-        reports = [_json(path) or {} for path in (
-            *self.run.glob(f"{MANIFESTS}/**/{name}"), *around.glob(f"{CORPORA}/*/**/{name}"))]
-        sources = [report.get("source", {}) for report in reports]
-        # Earlier versions recorded the source alone.
-        folders = [folder for each in sources for folder in each.get("folders", [each.get("where", "")])]
+        folders: list[str] = []
+        for path in (*self.run.glob(f"{MANIFESTS}/**/{name}"), *evaluations.glob(f"{CORPORA}/*/**/{name}")):
+            source = (_json(path) or {}).get("source", {})
+            folders += source.get("folders", [source.get("where", "")])  # earlier versions recorded "where" alone
         # Whoever made the run wrote them. All private files lie in the home folder, so it and what is above it,
         # such as /, is no corpus.
         home = Path(os.path.expanduser("~")).resolve()
-        return [replace_data_root(wavs, folder) for folder, wavs in columns if wavs is not None], \
-            [folder for folder in folders if not home.is_relative_to(Path(folder).resolve())]
+        return wavs_of_manifests, [folder for folder in folders if not home.is_relative_to(Path(folder).resolve())]
 
     @cached_property
     def parts(self) -> dict[str, ScoredRun]:
         """The results of each part of a mixture by name; of another corpus, all by the name ""."""
         if self.results is None or self.prepared is None or self.prepared["source"]["kind"] != "mixture":
             return {} if self.results is None else {"": self.results}
-        found: dict[str, list[ScoredUtterance]] = {}
+        rows_by_part: dict[str, list[ScoredUtterance]] = {}
         for one in self.results.utterances:
-            found.setdefault(one.meta.get("corpus", ""), []).append(one)
-        return {part: ScoredRun(rows) for part, rows in found.items()}
+            rows_by_part.setdefault(one.meta.get("corpus", ""), []).append(one)
+        return {part: ScoredRun(rows) for part, rows in rows_by_part.items()}
 
     @cached_property
     def prepared_parts(self) -> dict[str, dict[str, Any]]:
         """The preparation report of each part of a mixture by name; empty for another corpus, or if they are gone."""
         names = ((self.prepared or {}).get("options") or {}).get("parts") or {}
-        found = {name: _json(self.run / MANIFESTS / name / Path(PREPARED).name) for name in names}
-        return {name: part for name, part in found.items() if part is not None}
+        reports = {name: _json(self.run / MANIFESTS / name / Path(PREPARED).name) for name in names}
+        return {name: report for name, report in reports.items() if report is not None}
 
     @cached_property
     def training_audio(self) -> dict[str, tuple[float, float]]:
@@ -190,9 +192,11 @@ class RunData:
     @cached_property
     def old_test(self) -> tuple[OldSet, float] | None:
         """The score on the old test before a run with replay, and the metric after it; None for other runs."""
-        known = OldSet.read(self.run)
-        value = None if known is None else self.tested.get(f"test_{known.metric} {OLD}")
-        return None if known is None or value is None else (known, value)
+        old_set = OldSet.read(self.run)
+        if old_set is None:
+            return None
+        value = self.tested.get(f"test_{old_set.metric} {OLD}")
+        return None if value is None else (old_set, value)
 
     @cached_property
     def training_words(self) -> frozenset[str]:
@@ -227,12 +231,14 @@ def outside(wav: str, folders: Iterable[str]) -> str | None:
     A list that others have written may name any file of this machine, such as another user's dictation, and would
     bring it into a page that is made to be shown. Links are followed first.
     """
-    place = Path(split_member(wav)[0]).resolve()
-    known = [Path(each) for each in folders if os.path.isabs(each)]
-    if any(place.is_relative_to(each.resolve()) for each in known):
+    path = Path(split_member(wav)[0]).resolve()
+    allowed = [folder for folder in folders if os.path.isabs(folder)]
+    if any(path.is_relative_to(Path(folder).resolve()) for folder in allowed):
         return None
-    return (f"it lies outside of the corpus' folder ({', '.join(map(str, known)) or 'unknown'}); if it belongs to the "
-            "corpus, name the folder of its audio as corpus.data_root")
+    # As paths, so that they are shown without a slash at their end.
+    names = ", ".join(str(Path(folder)) for folder in allowed) or "unknown"
+    return (f"it lies outside of the corpus' folder ({names}); if it belongs to the corpus, name the folder of its "
+            "audio as corpus.data_root")
 
 
 @functools.lru_cache(maxsize=4)
@@ -242,12 +248,17 @@ def plain_values(recipe: str) -> dict[str, str]:
         root = yaml.compose(recipe, yaml.SafeLoader)
     except yaml.YAMLError:
         return {}
-    found: dict[str, str] = {}
-    for key, node in root.value if isinstance(root, yaml.MappingNode) else ():
-        inside = node.value if key.value == "recipe" and isinstance(node, yaml.MappingNode) else [(key, node)]
-        found |= {each.value: given.value for each, given in inside if isinstance(given, yaml.ScalarNode)
-                  and given.tag.startswith("tag:yaml.org,2002:") and not given.tag.endswith(":null")}
-    return found
+    if not isinstance(root, yaml.MappingNode):
+        return {}
+    pairs = []
+    for key, node in root.value:
+        if key.value == "recipe" and isinstance(node, yaml.MappingNode):
+            pairs += node.value
+        else:
+            pairs.append((key, node))
+    # Values with a tag of their own, such as !new:, are objects, and an empty value is none.
+    return {key.value: node.value for key, node in pairs if isinstance(node, yaml.ScalarNode)
+            and node.tag.startswith("tag:yaml.org,2002:") and not node.tag.endswith(":null")}
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -271,62 +282,90 @@ def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
     """
     folder = Path(run)
     if (folder / RESULT).is_file():
-        numbers, scored = (_json(folder / name) or {} for name in (TEST_RESULTS.removeprefix("test_"), RESULT))
-        numbers["tables"] = [*numbers.get("tables", []), *scored.get("tables", [])]
-        around = folder.resolve().parents[1]  # the run, which may have been moved with its evaluation
-        evaluated = around if (around / RECIPE).is_file() else Path(scored.get("run", around))
-        return replace(read(evaluated, folder / UTTERANCES), folder=folder, scored=scored, **_numbers(numbers, folder))
+        return _read_evaluation(folder)
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
-        missing = f"is not a run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else \
-            "is a file" if folder.exists() else "does not exist"
-        raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a run")
-    lines: list[dict[str, Any]] = []
-    written = _text(folder / METRICS).split("\n")
-    for number, text in enumerate(written, 1):
-        try:
-            value = untrusted.parse_json(text) if text.strip() else None
-        except ValueError as error:
-            if number == len(written):  # the run was killed, or is writing it just now
-                continue
-            raise SbkitError(f"{folder / METRICS}, line {number}: {error}", hint="remove that line") from None
-        if isinstance(value, dict) and "kind" in value:
-            lines.append(value)
+        problem = "does not exist"
+        if folder.is_dir():
+            problem = f"is not a run: it has no {METRICS} and no {RECIPE}"
+        elif folder.exists():
+            problem = "is a file"
+        raise SbkitError(f"{folder} {problem}", hint="name the output_folder of a run")
+    lines = _read_metrics(folder / METRICS)
     utterances_file = Path(utterances_file) if utterances_file is not None else folder / TEST_UTTERANCES
     rows = utterances.read(utterances_file) if utterances_file.is_file() else []
-    numbers = _json(folder / TEST_RESULTS) or {}
-    epochs: dict[int, dict[str, Any]] = {}  # the lines of training and of validation together
-    for line in lines:
-        if line["kind"] == "epoch" and isinstance(line.get("epoch"), int):
-            epochs.setdefault(line["epoch"], {}).update(line)
-    # Each start that trains watches anew and says again what still holds; one that only tests has no steps.
-    trained = max((at for at, line in enumerate(lines) if line["kind"] in ("step", "epoch")), default=0)
-    began = max((at for at, line in enumerate(lines[:trained]) if line["kind"] == "run"), default=0)
-    warnings = {line.get("what"): line for line in lines[began:] if line["kind"] == "warning"}  # the last of each kind
     return RunData(
-        folder=folder, run=folder, steps=[line for line in lines if line["kind"] == "step"],
-        epochs=[epochs[number] for number in sorted(epochs)],
+        folder=folder, run=folder,
+        steps=[line for line in lines if line["kind"] == "step"],
+        epochs=_whole_epochs(lines),
         starts=[line for line in lines if line["kind"] == "run"],
         results=ScoredRun(rows) if any(row.reference.split() for row in rows) else None,
         prepared=_json(folder / PREPARED), recipe=_text(folder / RECIPE),
         tested=next((line for line in reversed(lines) if line["kind"] == "test"), {}),
-        warnings=[line for line in warnings.values() if line.get("holds")],  # the others say that it is over
-        **_numbers(numbers, folder),
+        warnings=_warnings_that_hold(lines),
+        **_test_results(_json(folder / TEST_RESULTS) or {}, folder),
     )
 
 
-def _numbers(numbers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _read_evaluation(folder: Path) -> RunData:
+    """Read the evaluated run, with the scores of its evaluation in ``folder``."""
+    results = _json(folder / TEST_RESULTS.removeprefix("test_")) or {}
+    scored = _json(folder / RESULT) or {}
+    results["tables"] = [*results.get("tables", []), *scored.get("tables", [])]
+    around = folder.resolve().parents[1]  # the run, which may have been moved with its evaluation
+    evaluated = around if (around / RECIPE).is_file() else Path(scored.get("run", around))
+    run = read(evaluated, folder / UTTERANCES)
+    return replace(run, folder=folder, scored=scored, **_test_results(results, folder))
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, in order."""
+    texts = _text(path).split("\n")
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        try:
+            value = untrusted.parse_json(text)
+        except ValueError as error:
+            if number == len(texts):  # the run was killed, or is writing it just now
+                continue
+            raise SbkitError(f"{path}, line {number}: {error}", hint="remove that line") from None
+        if isinstance(value, dict) and "kind" in value:
+            lines.append(value)
+    return lines
+
+
+def _whole_epochs(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The epochs in order, each with its lines of training and of validation together."""
+    epochs: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        if line["kind"] == "epoch" and isinstance(line.get("epoch"), int):
+            epochs.setdefault(line["epoch"], {}).update(line)
+    return [epochs[number] for number in sorted(epochs)]
+
+
+def _warnings_that_hold(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last warning of each kind, unless it says that what it warned of is over."""
+    # Each start that trains watches anew and says again what still holds; one that only tests has no steps.
+    last_trained = max((at for at, line in enumerate(lines) if line["kind"] in ("step", "epoch")), default=0)
+    began = max((at for at, line in enumerate(lines[:last_trained]) if line["kind"] == "run"), default=0)
+    last_by_kind = {line.get("what"): line for line in lines[began:] if line["kind"] == "warning"}
+    return [line for line in last_by_kind.values() if line.get("holds")]
+
+
+def _test_results(results: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The content of a file by ``Results.write``, as fields of ``RunData``."""
-    estimate = numbers.get("estimate")
+    estimate = results.get("estimate")
     players = []
-    for each in numbers.get("players", []):
+    for player in results.get("players", []):
         # Recordings in the results' folder are found even if it was moved.
         wavs = [str(folder / sound["wav"]) if (folder / sound["wav"]).is_file() else sound["wav"]
-                for sound in each["sounds"]]
-        sounds = [SoundSample(**{**sound, "wav": wav}) for sound, wav in zip(each["sounds"], wavs, strict=True)]
-        players.append(Player(each["title"], each["remark"], sounds, each.get("among_worst", False)))
-    return {"stats": numbers.get("stats", {}), "tables": numbers.get("tables", []),
+                for sound in player["sounds"]]
+        sounds = [SoundSample(**{**sound, "wav": wav}) for sound, wav in zip(player["sounds"], wavs, strict=True)]
+        players.append(Player(player["title"], player["remark"], sounds, player.get("among_worst", False)))
+    return {"stats": results.get("stats", {}), "tables": results.get("tables", []),
             "players": players, "estimate": estimate and MetricEstimate(**estimate),
-            "recordings": [Utterance(**each) for each in numbers.get("recordings", [])]}
+            "recordings": [Utterance(**fields) for fields in results.get("recordings", [])]}
 
 
 def _json(path: Path) -> dict[str, Any] | None:

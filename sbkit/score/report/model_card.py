@@ -5,14 +5,13 @@ They contain no paths of the training machine, because they are meant to be publ
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from sbkit.data.provenance import describe
 from sbkit.data.splits import SPLITS
@@ -48,8 +47,10 @@ def of_run(run: RunData) -> str:
     shown = [f"# {run.key('experiment') or run.folder.resolve().name}",
              "A model trained by sbkit. `hyperparams.yaml` is its recipe, `report.html` has everything on one page, "
              "and `sbkit export` makes a bundle for use elsewhere."]
-    known, value = run.old_test or (None, 0.0)
-    old_test = "" if known is None else f"{known.describe(value)}."
+    old_test = ""
+    if run.old_test is not None:
+        old_set, value = run.old_test
+        old_test = f"{old_set.describe(value)}."
     return "\n\n".join([_front(run), *shown, *_sections(run, _figures(run), old_test)]) + "\n"
 
 
@@ -66,30 +67,34 @@ def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None,
     except SbkitError as error:  # in its log or test results: the bundle itself is complete
         logger.warning("The bundle's model card has nothing of its training: %s", error.message)
         return readme
-    for each in run.warnings:
-        logger.warning("The training of %s ended with a warning: %s; %s says more", folder, each["headline"], REPORT)
-    figures, remark = _figures(run), ""
+    for line in run.warnings:
+        logger.warning("The training of %s ended with a warning: %s; %s says more", folder, line["headline"], REPORT)
+    figures = _figures(run)
+    remark = ""
     if figures and weights != run.tested_weights:
-        figures, how = _own_figures(run, weights, facts)
-        remark = f"The run tested {run.tested_weights.describe()}, and this bundle has {weights.describe()}{how}."
+        figures, origin = _figures_of_other_weights(run, weights, facts)
+        remark = f"The run tested {run.tested_weights.describe()}, and this bundle has {weights.describe()}{origin}."
     sections = _sections(run, figures, remark, facts.get("old_test", ""))
     return "\n\n".join([_front(run, pipeline_tag), readme.rstrip(), *sections]) + "\n"
 
 
-def _own_figures(run: RunData, weights: ChosenWeights, facts: Mapping[str, Any]) -> tuple[str, str]:
-    """The table of figures of weights that the run didn't test, empty if unknown, and a remark on their origin."""
-    known = OldSet.read(run.folder)
+def _figures_of_other_weights(run: RunData, weights: ChosenWeights, facts: Mapping[str, Any]) -> tuple[str, str]:
+    """The table of figures of weights that the run's own test didn't score, empty if unknown, and where it is from."""
     if weights.share is not None:
-        if known is None or weights != run.tested_weights.with_share(known.share):
-            return "", f", whose figures{' on the new test' if known else ''} are not recorded"
-        return _table(("test", "figure"), [(f"{known.metric} {part}", f"{value:.2f}") for part, value in (
-            (OLD, known.old), ("new", known.new))]), ", which it tested too: these are its figures"
+        old_set = OldSet.read(run.folder)
+        if old_set is None:
+            return "", ", whose figures are not recorded"
+        if weights != run.tested_weights.with_share(old_set.share):
+            return "", ", whose figures on the new test are not recorded"
+        rows = [(f"{old_set.metric} {OLD}", f"{old_set.old:.2f}"), (f"{old_set.metric} new", f"{old_set.new:.2f}")]
+        return _table(("test", "figure"), rows), ", which it tested too: these are its figures"
     label = weights.label_from(facts)
     for path in sorted(run.folder.glob(f"{EVALUATIONS}/*/{RESULT}")):
         try:
             result = untrusted.read_json(path, _MAX_BYTES)
-            if (result["checkpoint"], result["checkpoints"][0]) == (label, facts.get("checkpoint")) and \
-                    result["corpus"] is None and result["manifest"].endswith(f"/{MANIFESTS}/test.csv"):  # the run's own
+            same_weights = result["checkpoint"] == label and result["checkpoints"][0] == facts.get("checkpoint")
+            if (same_weights and result["corpus"] is None
+                    and result["manifest"].endswith(f"/{MANIFESTS}/test.csv")):  # the run's own test
                 return _figures(data.read(path.parent)), ", which `sbkit evaluate` tested: these are its figures"
         except (SbkitError, OSError, ValueError, LookupError, TypeError, AttributeError):  # damaged, or old
             logger.warning("The bundle's model card leaves out %s, which can't be read", path)
@@ -99,8 +104,10 @@ def _own_figures(run: RunData, weights: ChosenWeights, facts: Mapping[str, Any])
 
 def _front(run: RunData, pipeline_tag: str | None = None) -> str:
     """The front matter, as the Hub reads it: JSON's texts and lists are YAML's."""
-    language, started = run.key("language"), _started_from(run)
-    licences, on_hub = {licence for _, _, licence in started}, [name for _, name, _ in started if _on_hub(name)]
+    language = run.key("language")
+    sources = _started_from(run)
+    licences = {source.licence for source in sources}
+    on_hub = [source.name for source in sources if _on_hub(source.name)]
     values: dict[str, object] = {"tags": ["sbkit", "speechbrain"]}
     if re.fullmatch(r"[a-z]{2,3}", language):
         values["language"] = language
@@ -115,15 +122,22 @@ def _front(run: RunData, pipeline_tag: str | None = None) -> str:
 
 def _sections(run: RunData, figures: str, *remarks: str) -> list[str]:
     parts = []
-    if shown := [*filter(None, (figures, *remarks))]:
-        parts += ["## Figures", *shown]
+    known_figures = [text for text in (figures, *remarks) if text]
+    if known_figures:
+        parts += ["## Figures", *known_figures]
     if run.prepared:
         parts += ["## Trained and tested on", *_corpora(run, run.prepared)]
-    if started := _started_from(run):
-        parts += ["## Started from", "\n".join(
-            f"- {what}: {name if _on_hub(name) else Path(name).name}, "
-            + (f"licence: {licence}" if licence else "licence unknown: see its source")
-            for what, name, licence in started)]
+    sources = _started_from(run)
+    if sources:
+        parts += ["## Started from", "\n".join(source.line() for source in sources)]
+    rows = _training_rows(run)
+    if rows:
+        parts += ["## Training", _table(("what", "value"), rows)]
+    return parts
+
+
+def _training_rows(run: RunData) -> list[tuple[str, ...]]:
+    """The rows of the table about training: what, and its value."""
     start = run.starts[-1] if run.starts else {}
     rows: list[tuple[str, ...]] = [
         (name, f"{start[name]:,}" if isinstance(start[name], int) else str(start[name]))
@@ -138,9 +152,7 @@ def _sections(run: RunData, figures: str, *remarks: str) -> list[str]:
                  ("training time", time_span(seconds))]
     versions = start.get("environment") or {}
     rows += [(name, str(versions[name])) for name in ("sbkit", "torch", "speechbrain") if name in versions]
-    if rows:
-        parts += ["## Training", _table(("what", "value"), rows)]
-    return parts
+    return rows
 
 
 def _corpora(run: RunData, prepared: Mapping[str, Any]) -> list[str]:
@@ -150,8 +162,10 @@ def _corpora(run: RunData, prepared: Mapping[str, Any]) -> list[str]:
         return f"{entry['kept']:,} ({time_span(3600 * entry['hours'])})" if entry else ""
 
     def speakers(part: Mapping[str, Any], split: str) -> str:
-        known = part["splits"].get(split, {}).get("speakers")
-        return "" if known is None else f"{known:,}" if known else "unknown"
+        count = part["splits"].get(split, {}).get("speakers")
+        if count is None:
+            return ""
+        return f"{count:,}" if count else "unknown"
 
     rows: list[tuple[str, ...]] = []
     if not run.prepared_parts:
@@ -171,7 +185,8 @@ def _corpora(run: RunData, prepared: Mapping[str, Any]) -> list[str]:
 
 def _source(prepared: Mapping[str, Any]) -> str:
     """What was read: the corpus's own source, by its name on the hub, and who spoke."""
-    where, described = prepared["source"]["where"], describe(prepared)
+    where = prepared["source"]["where"]
+    described = describe(prepared)
     described = described[0].upper() + described[1:]
     # Other places are folders of the training machine.
     on_hub = where.startswith("hf://") or _on_hub(where)
@@ -194,25 +209,51 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows))
 
 
-def _started_from(run: RunData) -> list[tuple[str, str, str]]:
-    """What the run started from: kind, name and, if its card is on this machine, licence of each."""
-    found = []
-    for key, what in _SOURCES.items():
-        if not (name := run.key(key)):
-            continue
-        card = Path(name).expanduser() / README
-        if _on_hub(name):
-            from huggingface_hub import try_to_load_from_cache  # its import reads environment variables
+class _InitialModel(NamedTuple):
+    """What a run started from; the licence is empty if its card isn't on this machine or names none."""
 
-            repository, _, revision = name.partition("@")
-            cached = try_to_load_from_cache(repository, README, revision=revision or None)
-            card = Path(cached) if isinstance(cached, str) else card  # otherwise unknown, or known not to exist
-        licence = None
-        with contextlib.suppress(OSError, ValueError):  # no card, or not a text
-            if front := _FRONT_MATTER.match(untrusted.read_text(card, _MAX_BYTES)):
-                licence = re.search(r"^license: *\"?([\w.-]+)\"?", front[1], re.MULTILINE)
-        found.append((what, name, licence[1] if licence else ""))
-    return found
+    what: str
+    name: str
+    licence: str
+
+    def line(self) -> str:
+        """Its line in a list."""
+        name = self.name if _on_hub(self.name) else Path(self.name).name  # no folder of the training machine
+        licence = f"licence: {self.licence}" if self.licence else "licence unknown: see its source"
+        return f"- {self.what}: {name}, {licence}"
+
+
+def _started_from(run: RunData) -> list[_InitialModel]:
+    """The models that the run started from."""
+    models = []
+    for key, what in _SOURCES.items():
+        name = run.key(key)
+        if name:
+            models.append(_InitialModel(what, name, _licence_in(_card_of(name))))
+    return models
+
+
+def _card_of(name: str) -> Path:
+    """The path of a model's card, which may not exist: in its folder, or in the cache of the Hub."""
+    if _on_hub(name):
+        from huggingface_hub import try_to_load_from_cache  # its import reads environment variables
+
+        repository, _, revision = name.partition("@")
+        cached = try_to_load_from_cache(repository, README, revision=revision or None)
+        if isinstance(cached, str):  # otherwise unknown, or known not to exist
+            return Path(cached)
+    return Path(name).expanduser() / README
+
+
+def _licence_in(card: Path) -> str:
+    """The licence that a card's front matter names; empty if there is none."""
+    try:
+        text = untrusted.read_text(card, _MAX_BYTES)
+    except (OSError, ValueError):  # no card, or not a text
+        return ""
+    front = _FRONT_MATTER.match(text)
+    licence = re.search(r"^license: *\"?([\w.-]+)\"?", front[1], re.MULTILINE) if front else None
+    return licence[1] if licence else ""
 
 
 def _on_hub(name: str) -> bool:
