@@ -36,8 +36,8 @@ class AudioEmbedder:
     def __init__(self, megabytes: float, why_foreign: Callable[[str], str | None], remote: Remote = NO_REMOTE):
         self.why_foreign = why_foreign
         self.remote = remote
-        self.left = int(megabytes * 1e6)
         self.megabytes = megabytes
+        self.bytes_left = int(megabytes * 1e6)
         self._embedded: set[str] = set()
 
     def player(self, one: Recording) -> dict[str, str | None]:
@@ -52,10 +52,11 @@ class AudioEmbedder:
 
     def get(self, one: Recording) -> tuple[str | None, str | None]:
         """Return (a data URI, None), or (None, the reason why there is none)."""
-        if self.left <= 0:
+        if self.bytes_left <= 0:
             return None, f"not embedded: the page's {self.megabytes:g} MB for recordings are used up"
         try:
-            if (foreign := self.why_foreign(one.wav)) is not None:
+            foreign = self.why_foreign(one.wav)
+            if foreign is not None:
                 return None, f"not embedded: {foreign}"
             signal = read_audio(one.wav, start=one.start, duration=min(one.duration, _LONGEST), sample_rate=_RATE,
                                 remote=self.remote)
@@ -69,10 +70,10 @@ class AudioEmbedder:
         except soundfile.LibsndfileError as error:  # it may be built without MP3
             return None, f"not embedded: {error}"
         uri = "data:audio/mpeg;base64," + base64.b64encode(encoded.getvalue()).decode()
-        if len(uri) > self.left:
-            self.left = 0
+        if len(uri) > self.bytes_left:
+            self.bytes_left = 0  # from here on, also of shorter ones
             return self.get(one)
-        self.left -= len(uri)
+        self.bytes_left -= len(uri)
         return uri, None
 
 

@@ -51,19 +51,21 @@ class Scale:
 def curves(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, str]], *, unit: str = "",
            note: str | None = None, x_label: str = "epoch") -> Markup | None:
     """Draw a line chart over steps, with zero on its axis; None if there is nothing to draw."""
-    series = [each for each in map(thinned, series) if len(each.x)]
+    series = [one for one in map(thinned, series) if len(one.x)]
     if not series:
         return None
     y = Scale(*_ends(series), HEIGHT - BOTTOM, TOP)
     x = Scale(min(min(one.x) for one in series), max(max(one.x) for one in series), LEFT, WIDTH - RIGHT)
+    # What the page's script shows of a point under the cursor.
     data = {"x": [x.low, x.high], "y": [y.low, y.high], "unit": unit, "ticks": [list(tick) for tick in ticks],
-            "series": [{"name": one.name, "colour": one.colour,
-                        **{axis: [float(f"{value:.5g}") for value in getattr(one, axis)] for axis in ("x", "y")}}
+            "series": [{"name": one.name, "colour": one.colour, "x": _five_digits(one.x), "y": _five_digits(one.y)}
                        for one in series]}
     inside = _every([(x(at), name) for at, name in ticks if x.low <= at <= x.high], 8)
-    # A curve that leaves the picture runs along its upper edge.
-    shown = [(one, [(f"{x(a):g}", f"{max(y(b), TOP - 6):g}") for a, b in zip(one.x, one.y, strict=True)])
-             for one in series]
+    shown = []
+    for one in series:
+        # A curve that leaves the picture runs along its upper edge.
+        places = [(f"{x(step):g}", f"{max(y(value), TOP - 6):g}") for step, value in zip(one.x, one.y, strict=True)]
+        shown.append((one, places))
     return _drawn("curves", title, note, [(one.name, one.colour) for one in series if not one.other],
                   json.dumps(data), _grid(y, unit="%" if unit == " %" else ""), x_label, inside, shown)
 
@@ -83,15 +85,17 @@ def bars(title: str, groups: Sequence[UtteranceGroup], note: str | None = None, 
     return _drawn("bars", title, note, _grid(y, unit="%"), None if mean is None else y(mean), shown)
 
 
-def points(title: str, found: Sequence[tuple[str, float, float, float]], x_label: str, note: str | None = None,
+def points(title: str, rows: Sequence[tuple[str, float, float, float]], x_label: str, note: str | None = None,
            ) -> Markup:
-    """Draw rates in per cent over another number: each one's name, that number, the rate, and how far to the right the
-    range of the number goes."""
-    names, lows, rates, highs = zip(*found, strict=True)
+    """Draw rates in per cent over another number.
+
+    rows : the name of each point, that number, the rate, and how far to the right the range of the number goes
+    """
+    names, lows, rates, highs = zip(*rows, strict=True)
     y = Scale(0, _nice_top(max(rates)), HEIGHT - BOTTOM - 10, TOP)
     x = Scale(min(0.0, *lows), _nice_top(max(highs)), LEFT, WIDTH - RIGHT)
     shown = [(f"{name}: {rate:.2f} % at {low:.2f}, up to {high:.2f}", x(low), x(high), y(rate))
-             for name, low, rate, high in found]
+             for name, low, rate, high in rows]
     return _drawn("points", title, note, [(name, colour) for colour, name in enumerate(names, 1)], _grid(y, unit="%"),
                   x_label, [(x(at), f"{at:g}") for at in nice_ticks(0, x.high, 6)], shown)
 
@@ -142,35 +146,40 @@ def describe(group: UtteranceGroup) -> str:
 
 def thinned(series: Series) -> Series:
     """Reduce a curve to at most ``MAX_POINTS`` points, each a local mean; NaN and infinity are left out."""
-    pairs = [(a, b) for a, b in zip(series.x, series.y, strict=True) if b is not None and math.isfinite(b)]
+    pairs = [(x, y) for x, y in zip(series.x, series.y, strict=True) if y is not None and math.isfinite(y)]
     parts = np.array_split(np.array(pairs, dtype=float).reshape(-1, 2), min(MAX_POINTS, max(1, len(pairs))))
-    means = [part.mean(axis=0) for part in parts if len(part)]
-    return replace(series, x=[float(m[0]) for m in means], y=[float(m[1]) for m in means])
+    means = [part.mean(axis=0).tolist() for part in parts if len(part)]
+    return replace(series, x=[x for x, _ in means], y=[y for _, y in means])
 
 
 def in_text(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, str]], width: int = 60,
             height: int = 8) -> str:
     """Draw the same chart with characters, for a terminal; empty if there is nothing to draw."""
-    series = [each for each in map(thinned, series) if len(each.x)]
+    series = [one for one in map(thinned, series) if len(one.x)]
     if not series:
         return ""
     y = Scale(*_ends(series), height - 1, 0)
     x = Scale(min(min(one.x) for one in series), max(max(one.x) for one in series), 0, width - 1)
     cells = [[" "] * width for _ in range(height)]
     marks = dict(zip([one.name for one in series], ".o+x", strict=False))
-    for one in series:  # beyond the picture, along its edges
-        for at, value in zip(one.x, one.y, strict=True):
-            cells[min(height - 1, max(0, round(y(value))))][round(x(at))] = marks[one.name]
-    names = [f"{value + 0.0:.4g}" for value in (y.high, y.low)]
-    below = [" "] * (width + 4)
-    for at, name in [ticks[0], ticks[-1]] if ticks else ():
-        start = min(max(0, round(x(at))), width - len(name))
-        below[start:start + len(name)] = name
-    edge = max(map(len, ["epoch", *names]))
+    for one in series:
+        for step, value in zip(one.x, one.y, strict=True):
+            row = min(height - 1, max(0, round(y(value))))  # values beyond the picture are on its edges
+            cells[row][round(x(step))] = marks[one.name]
+
+    axis = [""] * height
+    axis[-1] = f"{y.low + 0.0:.4g}"  # + 0.0, so that no zero has a minus
+    axis[0] = f"{y.high + 0.0:.4g}"
+    axis_width = max(len(text) for text in ["epoch", *axis])
     lines = [f"{title}: {', '.join(f'{mark} {name}' for name, mark in marks.items())}"]
-    lines += [f"{names[0] if not row else names[1] if row == height - 1 else '':>{edge}} |{''.join(each).rstrip()}"
-              for row, each in enumerate(cells)]
-    return "\n".join([*lines, f"{'epoch':>{edge}}  {''.join(below).rstrip()}" if ticks else ""]).rstrip()
+    lines += [f"{text:>{axis_width}} |{''.join(row).rstrip()}" for text, row in zip(axis, cells, strict=True)]
+    if ticks:
+        below = [" "] * (width + 4)
+        for step, name in (ticks[0], ticks[-1]):
+            start = min(max(0, round(x(step))), width - len(name))
+            below[start:start + len(name)] = name
+        lines.append(f"{'epoch':>{axis_width}}  {''.join(below).rstrip()}")
+    return "\n".join(lines).rstrip()
 
 
 # ---------------------------------------------------------------- pieces
@@ -184,9 +193,17 @@ def _drawn(macro: str, *values: Any) -> Markup:
     return drawn
 
 
+def _five_digits(values: Sequence[float]) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
+
+
 def _grid(y: Scale, unit: str = "") -> list[tuple[float, str]]:
-    return [(y(value), (f"{value:.2g}".replace("e-0", "e-") if y.high < 1e-3 else f"{value:,.10g}") + unit)
-            for value in nice_ticks(y.low, y.high, 4)]
+    """The lines of the y axis: where each is, and its text."""
+    lines = []
+    for value in nice_ticks(y.low, y.high, 4):
+        text = f"{value:.2g}".replace("e-0", "e-") if y.high < 1e-3 else f"{value:,.10g}"
+        lines.append((y(value), text + unit))
+    return lines
 
 
 def _ends(series: Sequence[Series]) -> tuple[float, float]:
@@ -194,11 +211,17 @@ def _ends(series: Sequence[Series]) -> tuple[float, float]:
     everything = np.concatenate([np.asarray(one.y) for one in series])
     settled = np.concatenate([np.asarray(one.y)[len(one.y) // 20:] for one in series])
 
-    def end(most: float, usual: float) -> float:
-        return _nice_top(usual * 1.1 if most > 2 * max(usual, 0) else most) if most > 0 else 0.0
+    def end(highest: float, settled_highest: float) -> float:
+        if highest <= 0:
+            return 0.0
+        wild = highest > 2 * max(settled_highest, 0)
+        return _nice_top(settled_highest * 1.1 if wild else highest)
 
     low = -end(-float(everything.min()), -float(settled.min()))
-    return low, end(float(everything.max()), float(settled.max())) or float(not low)
+    high = end(float(everything.max()), float(settled.max()))
+    if not low and not high:  # all values are zero
+        high = 1.0
+    return low, high
 
 
 def _nice_top(value: float) -> float:

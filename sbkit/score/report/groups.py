@@ -53,8 +53,8 @@ class Breakdown(NamedTuple):
 @lru_cache(maxsize=4)
 def breakdown(results: ScoredRun) -> Breakdown:
     """Compute all groups, once for all sections of the page."""
-    found, alike = columns(results)
-    values = {name: by_value(results, column, name) for name, column in found.items()}
+    values_by_column, alike = columns(results)
+    values = {name: by_value(results, column, name) for name, column in values_by_column.items()}
     bins = np.searchsorted(EDGES, np.array([one.duration for one in results.utterances]), side="right") - 1
     durations = []
     for i in np.unique(bins):  # empty groups are left out
@@ -76,18 +76,23 @@ def by_confidence(results: ScoredRun, parts: int = 5) -> list[UtteranceGroup]:
 
 def columns(results: ScoredRun) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Return the corpus columns with more than one value, name -> N values, and columns that give the same groups."""
-    found: dict[str, list[str]] = {}
+    values_by_column: dict[str, list[str]] = {}
     alike: dict[str, list[str]] = {}
-    for name in dict.fromkeys(["accent", "age", "gender", *(key for one in results.utterances for key in one.meta)]):
+    names = dict.fromkeys(["accent", "age", "gender", *(key for one in results.utterances for key in one.meta)])
+    for name in names:
         values = [one.meta.get(name, "") for one in results.utterances]
         count = len(set(values))
-        same = next((name for name, other in found.items()
-                     if len(set(other)) == count == len({*zip(values, other, strict=True)})), None)
+        same = next((other for other, its_values in values_by_column.items() if _same_groups(values, its_values)), None)
         if same is not None:
             alike.setdefault(same, []).append(name)
         elif 2 <= count <= _MAX_VALUES or (name == "accent" and count > 1):
-            found[name] = values
-    return found, alike
+            values_by_column[name] = values
+    return values_by_column, alike
+
+
+def _same_groups(a: Sequence[str], b: Sequence[str]) -> bool:
+    """Whether two columns divide the utterances in the same groups, whatever the names of these."""
+    return len(set(a)) == len(set(b)) == len(set(zip(a, b, strict=True)))
 
 
 def by_value(results: ScoredRun, values: Sequence[str], name: str = "") -> list[UtteranceGroup]:

@@ -7,7 +7,7 @@ import datetime
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
@@ -28,6 +28,7 @@ from sbkit.system.console import counted, time_span
 
 WORDS_SHOWN = 14
 EXAMPLES_SHOWN = 10
+CHARACTERS_SHOWN = 20
 #: Colours of the parts of a step, the same in every run.
 PARTS = {"data": 2, "copy": 9, "features": 3, "forward": 1, "loss": 5, "backward": 4, "all-reduce": 6, "optimizer": 7,
          "other": 8}
@@ -51,36 +52,57 @@ Section = dict[str, Any]
 
 def tiles(run: RunData) -> list[tuple[str, str, str, bool]]:
     """List the most important numbers: name, value, details, and whether it is large."""
-    cells = []
-    if run.results is not None:
-        chunk = "".join(f", {chunk_size.to_label(each['chunk'])}" for each in run.scored.get("chunks", ())[:1])
-        for part, results in run.parts.items():
-            of = part and f" of {part}"
-            enough = len(results) >= MIN_UTTERANCES
-            word_details = interval_in_text(results.words, " (95\N{NO-BREAK SPACE}%)") if enough else ""
-            character_details = interval_in_text(results.characters) if enough else ""
-            cells += [(f"Word error rate{of}{chunk}", rate(results.words.rate), word_details, True),
-                      (f"Character error rate{of}", rate(results.characters.rate), character_details, False)]
-        summary = run.results.words.summary()
-        cells += [
-            ("Sentences correct", percent(1 - summary["SER"] / 100, 1),
-             f"{summary['num_scored_sents'] - summary['num_erroneous_sents']} of {len(run.results)}", False),
-            ("Test set", time_span(run.results.hours * 3600),
-             f"{counted(len(run.results), 'utterance')}, {summary['num_scored_tokens']} words", False),
-        ]
+    return [*_rate_tiles(run), *_figure_tiles(run), *_training_tiles(run)]
+
+
+def _rate_tiles(run: RunData) -> list[tuple[str, str, str, bool]]:
+    """The error rates, and what they were measured on."""
+    if run.results is None:
+        return []
+    tiles = []
+    chunks = run.scored.get("chunks") or []
+    first_chunk = f", {chunk_size.to_label(chunks[0]['chunk'])}" if chunks else ""
+    for part, results in run.parts.items():
+        of_part = f" of {part}" if part else ""
+        word_details = ""
+        character_details = ""
+        if len(results) >= MIN_UTTERANCES:
+            word_details = interval_in_text(results.words, " (95\N{NO-BREAK SPACE}%)")
+            character_details = interval_in_text(results.characters)
+        tiles.append((f"Word error rate{of_part}{first_chunk}", rate(results.words.rate), word_details, True))
+        tiles.append((f"Character error rate{of_part}", rate(results.characters.rate), character_details, False))
+    summary = run.results.words.summary()
+    correct = summary["num_scored_sents"] - summary["num_erroneous_sents"]
+    tiles.append(("Sentences correct", percent(1 - summary["SER"] / 100, 1),
+                  f"{correct} of {len(run.results)}", False))
+    tiles.append(("Test set", time_span(run.results.hours * 3600),
+                  f"{counted(len(run.results), 'utterance')}, {summary['num_scored_tokens']} words", False))
+    return tiles
+
+
+def _figure_tiles(run: RunData) -> list[tuple[str, str, str, bool]]:
+    """The figures of a task without words."""
+    tiles = []
     for name, value in run.stats.items():
         title = name[:1].upper() + name[1:].replace("_", " ")  # "Mel distance", but STOI as it is
         details = "on the test set"
         bounds = run.shown_interval(name)
         if bounds is not None:
             details = "{:.4g} to {:.4g} (95\N{NO-BREAK SPACE}%)".format(*bounds)
-        cells.append((title, f"{value:.4g}", details, name != "loss"))
-    trained = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
+        tiles.append((title, f"{value:.4g}", details, name != "loss"))
+    return tiles
+
+
+def _training_tiles(run: RunData) -> list[tuple[str, str, str, bool]]:
+    """How long training took, and how fast it was in the last epoch."""
+    tiles = []
     last = run.epochs[-1] if run.epochs else {}
-    if trained:
-        cells.append(("Training", time_span(trained),
+    seconds = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
+    if seconds:
+        tiles.append(("Training", time_span(seconds),
                       f"{counted(len(run.epochs), 'epoch')}, {last.get('step', 0):,} steps", False))
-    if speed := last.get("audio_s_per_s"):
+    speed = last.get("audio_s_per_s")
+    if speed:
         details = ["of audio"]
         if last.get("padding_share") is not None:
             details.append(f"padding {percent(last['padding_share'])}")
@@ -88,61 +110,92 @@ def tiles(run: RunData) -> list[tuple[str, str, str, bool]]:
             details.append(f"MFU {percent(last['mfu'])}")
         elif last.get("flops_per_s"):
             details.append(f"{last['flops_per_s'] / 1e12:.3g} TFLOP/s")
-        cells.append(("Training speed", f"{speed:.3g}\N{NO-BREAK SPACE}s/s", ", ".join(details), False))
-    return cells
+        tiles.append(("Training speed", f"{speed:.3g}\N{NO-BREAK SPACE}s/s", ", ".join(details), False))
+    return tiles
 
 
 # ---------------------------------------------------------------- a comparison
 
 
-def against(run: RunData, other: RunData, found: RunComparison, clips: AudioEmbedder, count: int) -> Section:
-    """Compare ``run`` with ``other`` on the same test set; ``found`` is their difference."""
-    columns = [found]
-    note = ""
-    better: list[int] = []
-    worse: list[int] = []
+class _Changes(NamedTuple):
+    """What got better and worse, as indices with the largest change first and cards of some, and a note."""
+
+    better: Sequence[int]
+    worse: Sequence[int]
+    better_cards: list[Card]
+    worse_cards: list[Card]
+    note: str = ""
+
+
+def against(run: RunData, other: RunData, compared: RunComparison, clips: AudioEmbedder, count: int) -> Section:
+    """Compare ``run`` with ``other`` on the same test set; ``compared`` is their difference."""
+    columns = [compared]
     if run.results is not None and other.results is not None:
-        ours = run.results
-        before = other.results
-        columns.append(dataclasses.replace(compare(before.characters, ours.characters), name="CER"))
-        place = {one.id: i for i, one in enumerate(before.utterances)}
-        theirs = np.array([place[one.id] for one in ours.utterances])
-        change = ours.edits - before.edits[theirs]
-        order = np.argsort(change, kind="stable")
-        better = [i for i in order if change[i] < 0]
-        worse = [i for i in order[::-1] if change[i] > 0]
-        note = (f"Of {counted(len(change), 'utterance')} {len(better)} got better, {len(worse)} worse, and "
-                f"{len(change) - len(better) - len(worse)} have as many errors as before.")
-        shown = [[card(ours, clips, int(i), other=(before.words.hypotheses[theirs[i]], before.alignments[theirs[i]]))
-                  for i in indices[:count]] for indices in (better, worse)]
-    else:  # by a metric of recordings instead of words
-        mine = run.estimate
-        before_it = other.estimate
-        assert mine is not None and before_it is not None, "write_report refuses runs without results"
-        shown = [[], []]
-        if mine.values and before_it.values:
-            known = dict(zip(before_it.ids, before_it.values, strict=True))
-            earlier = np.array([known[name] for name in mine.ids])
-            change = (np.array(mine.values) - earlier) * (-1 if mine.lower_is_better else 1)
-            order = np.argsort(change, kind="stable")
-            better = [i for i in order[::-1] if change[i] > 0]
-            worse = [i for i in order if change[i] < 0]
-            shown = [[recording(run.recordings[i], clips, f"{mine.name} {earlier[i]:.4g} to {mine.values[i]:.4g}")
-                      for i in indices[:count]] for indices in (better, worse)]
+        characters = compare(other.results.characters, run.results.characters)
+        columns.append(dataclasses.replace(characters, name="CER"))
+        changes = _changed_utterances(run.results, other.results, clips, count)
+    else:
+        changes = _changed_recordings(run, other, clips, count)
     rows = zip(("the other run", "this run", "difference", "95 % interval", "p"), *map(_column, columns), strict=True)
-    return {"title": str(found).replace("-", "−"), "columns": ["", *(each.name for each in columns)],
-            "rows": [*rows], "note": note, "with_key": run.results is not None,
-            "lists": [("Better", shown[0], len(better)), ("Worse", shown[1], len(worse))],
+    return {"title": str(compared).replace("-", "−"), "columns": ["", *(column.name for column in columns)],
+            "rows": [*rows], "note": changes.note, "with_key": run.results is not None,
+            "lists": [("Better", changes.better_cards, len(changes.better)),
+                      ("Worse", changes.worse_cards, len(changes.worse))],
             "lead": f"Compared with {other.folder.resolve()}"}
 
 
-def _column(found: RunComparison) -> tuple[str, ...]:
-    def signed(value: float) -> str:
-        return (f"{value:+.2f}" if found.name in RATES else f"{value:+.4g}").replace("-", "−")
+def _changed_utterances(ours: ScoredRun, others: ScoredRun, clips: AudioEmbedder, count: int) -> _Changes:
+    """Find the utterances that have more or fewer errors than in the other run."""
+    row_of_other = {one.id: row for row, one in enumerate(others.utterances)}
+    rows_of_other = np.array([row_of_other[one.id] for one in ours.utterances])
+    change = ours.edits - others.edits[rows_of_other]
+    order = np.argsort(change, kind="stable")
+    better = [int(i) for i in order if change[i] < 0]
+    worse = [int(i) for i in order[::-1] if change[i] > 0]
 
-    levels = [rate(value) if found.name in RATES else f"{value:.4g}" for value in (found.rate_a, found.rate_b)]
-    return (*levels, signed(found.difference), f"{signed(found.low)} to\N{NO-BREAK SPACE}{signed(found.high)}",
-            f"{found.p_value:.4f}")
+    def cards(indices: Sequence[int]) -> list[Card]:
+        made = []
+        for i in indices[:count]:
+            row = rows_of_other[i]
+            made.append(card(ours, clips, i, other=(others.words.hypotheses[row], others.alignments[row])))
+        return made
+
+    note = (f"Of {counted(len(change), 'utterance')} {len(better)} got better, {len(worse)} worse, and "
+            f"{len(change) - len(better) - len(worse)} have as many errors as before.")
+    return _Changes(better, worse, cards(better), cards(worse), note)
+
+
+def _changed_recordings(run: RunData, other: RunData, clips: AudioEmbedder, count: int) -> _Changes:
+    """Find the recordings whose metric changed, of a task that measures recordings instead of words."""
+    ours = run.estimate
+    others = other.estimate
+    assert ours is not None and others is not None, "write_report refuses runs without results"
+    if not ours.values or not others.values:  # single recordings have no such metric
+        return _Changes([], [], [], [])
+    value_of_other = dict(zip(others.ids, others.values, strict=True))
+    earlier = np.array([value_of_other[name] for name in ours.ids])
+    gain = (np.array(ours.values) - earlier) * (-1 if ours.lower_is_better else 1)
+    order = np.argsort(gain, kind="stable")
+    better = [int(i) for i in order[::-1] if gain[i] > 0]
+    worse = [int(i) for i in order if gain[i] < 0]
+
+    def cards(indices: Sequence[int]) -> list[Card]:
+        return [recording(run.recordings[i], clips, f"{ours.name} {earlier[i]:.4g} to {ours.values[i]:.4g}")
+                for i in indices[:count]]
+
+    return _Changes(better, worse, cards(better), cards(worse))
+
+
+def _column(compared: RunComparison) -> tuple[str, ...]:
+    """The cells of a metric in the table of a comparison."""
+    in_per_cent = compared.name in RATES
+
+    def signed(value: float) -> str:
+        return (f"{value:+.2f}" if in_per_cent else f"{value:+.4g}").replace("-", "−")
+
+    levels = [rate(value) if in_per_cent else f"{value:.4g}" for value in (compared.rate_a, compared.rate_b)]
+    return (*levels, signed(compared.difference),
+            f"{signed(compared.low)} to\N{NO-BREAK SPACE}{signed(compared.high)}", f"{compared.p_value:.4f}")
 
 
 # ---------------------------------------------------------------- training
@@ -150,51 +203,73 @@ def _column(found: RunComparison) -> tuple[str, ...]:
 
 def _curve(runs: Sequence[RunData], key: str, name: str, colour: int = 1) -> list[Series]:
     """The curve of each run from the lines within epochs or, if it was too short for those, from the epochs."""
-    found = []
-    for each in runs:
-        lines = [line for line in each.steps if line.get(key) is not None]
-        of_lines = key
-        if whole := not lines:
-            of_lines = "train_loss" if key == "loss" else key
-            lines = [line for line in each.epochs if line.get(of_lines) is not None]
+    series = []
+    for run in runs:
+        key_of_lines = key
+        lines = [line for line in run.steps if line.get(key) is not None]
+        from_epochs = not lines
+        if from_epochs:
+            key_of_lines = "train_loss" if key == "loss" else key
+            lines = [line for line in run.epochs if line.get(key_of_lines) is not None]
         if lines:
-            found.append(Series(name if each is runs[0] else f"{name}, the other run", [line["step"] for line in lines],
-                                [line[of_lines] for line in lines], colour, each is not runs[0], dots=whole))
-    return found
+            is_other = run is not runs[0]
+            series.append(Series(
+                f"{name}, the other run" if is_other else name, [line["step"] for line in lines],
+                [line[key_of_lines] for line in lines], colour, is_other, dots=from_epochs))
+    return series
 
 
 def loss_in_text(run: RunData) -> str:
     """The chart of the loss for a terminal; empty before the first epoch."""
     series = _curve([run], "loss", "training") + _curve([run], "valid_loss", "validation", 2)
-    ticks = [(epoch["step"], str(epoch["epoch"])) for epoch in run.epochs if "step" in epoch]
-    return charts.in_text("loss", series, ticks)
+    return charts.in_text("loss", series, _epoch_ticks(run))
+
+
+def _epoch_ticks(run: RunData) -> list[tuple[float, str]]:
+    """The steps at which epochs ended, each with the epoch's number."""
+    return [(epoch["step"], str(epoch["epoch"])) for epoch in run.epochs if "step" in epoch]
+
+
+def _validation_curves(runs: Sequence[RunData]) -> dict[str, list[Series]]:
+    """The curves of validation results by the title of their chart: WER and CER in one chart, or each number with a
+    curve for each part of a mixture."""
+    names = {key.removeprefix("valid_") for epoch in runs[0].epochs for key in epoch if key.startswith("valid_")}
+    ordered = sorted(names - {"loss", "unread"}, key=lambda name: (name != "WER", name != "CER", name))
+    parts: dict[str, list[str]] = {}  # by the number's name: "WER" has "WER new" and "WER old"
+    for name in ordered:
+        of_parts = [other for other in ordered if other.startswith(f"{name} ")]
+        if of_parts:
+            parts[name] = of_parts
+    all_parts = {name for of_parts in parts.values() for name in of_parts}
+
+    curves: dict[str, list[Series]] = {}
+    for name in ordered:
+        if name in parts:
+            series = []
+            for number, part in enumerate(parts[name]):
+                label = part.removeprefix(f"{name} ")
+                series += _curve(runs, f"valid_{part}", label, 1 + number % COLOURS)
+            mean = _curve(runs, f"valid_{name}", "mean", 1 + len(parts[name]) % COLOURS)
+            # With best_by, the mean is that of one part, whose curve is there already.
+            curves[f"{name} on dev"] = series + [one for one in mean if all(one.y != part.y for part in series)]
+        elif name in RATES:
+            colour = 1 if name == "WER" else 3
+            curves.setdefault("Error rates on dev", []).extend(_curve(runs, f"valid_{name}", name, colour))
+        elif name not in all_parts:
+            curves[f"{name} on dev"] = _curve(runs, f"valid_{name}", name, 1)
+    return curves
 
 
 def training(run: RunData, other: RunData | None) -> Section | None:
     """Chart loss, validation results, learning rate, speed and how the time of a step was spent."""
     both = [run] if other is None else [run, other]
-    longest = max(both, key=lambda each: each.epochs[-1]["step"] if each.epochs else 0)
-    ticks = [(epoch["step"], str(epoch["epoch"])) for epoch in longest.epochs if "step" in epoch]
+    longest = max(both, key=lambda one: one.epochs[-1]["step"] if one.epochs else 0)
+    ticks = _epoch_ticks(longest)
     curve = functools.partial(_curve, both)
-
-    # Validation results: WER and CER in one chart, or each number with a curve for each part of a mixture.
-    names = sorted({key.removeprefix("valid_") for epoch in run.epochs for key in epoch if key.startswith("valid_")}
-                   - {"loss", "unread"}, key=lambda name: (name != "WER", name != "CER", name))
-    parts = {name: found for name in names if (found := [each for each in names if each.startswith(f"{name} ")])}
-    on_dev: dict[str, list[Series]] = {}
-    for name in names:
-        if name in parts:
-            of_parts = [series for number, each in enumerate(parts[name]) for series in
-                        curve(f"valid_{each}", each.removeprefix(f"{name} "), 1 + number % COLOURS)]
-            mean = curve(f"valid_{name}", "mean", 1 + len(parts[name]) % COLOURS)  # that of one part with best_by
-            on_dev[f"{name} on dev"] = of_parts + [one for one in mean if all(one.y != part.y for part in of_parts)]
-        elif name in RATES:
-            on_dev.setdefault("Error rates on dev", []).extend(curve(f"valid_{name}", name, 1 if name == "WER" else 3))
-        elif not any(name in found for found in parts.values()):
-            on_dev[f"{name} on dev"] = curve(f"valid_{name}", name, 1)
-    padding = [dataclasses.replace(each, y=[100 * share for share in each.y])
-               for each in curve("padding_share", "padding")]
+    on_dev = _validation_curves(both)
     in_per_cent = {"Error rates on dev", *(f"{name} on dev" for name in RATES)}
+    padding = [dataclasses.replace(series, y=[100 * share for share in series.y])
+               for series in curve("padding_share", "padding")]
 
     drawn = [
         charts.curves("Loss", curve("loss", "training") + curve("valid_loss", "validation", 2), ticks),
@@ -206,12 +281,15 @@ def training(run: RunData, other: RunData | None) -> Section | None:
         charts.curves("Padding", padding, ticks, unit=" %",
                       note="The share of batches that only fills them up to their longest utterance."),
     ]
-    if timed := [(str(epoch["epoch"]), epoch["time_shares"]) for epoch in run.epochs if epoch.get("time_shares")]:
-        colours = {**PARTS, **{name: 8 for _, times in timed for name in times if name not in PARTS}}
+    timed = [(str(epoch["epoch"]), epoch["time_shares"]) for epoch in run.epochs if epoch.get("time_shares")]
+    if timed:
+        # A script may name parts of its own.
+        colours = PARTS | {name: PARTS["other"] for _, time_shares in timed for name in time_shares
+                           if name not in PARTS}
         drawn.append(charts.shares("How the time of a step is spent", timed, colours,
                                    note="Shares of a step's time, by epoch."))
     drawn.append(charts.curves("Gradient norm", curve("grad_norm", "gradient norm"), ticks))
-    drawn = [each for each in drawn if each is not None]
+    drawn = [chart for chart in drawn if chart is not None]
     audio = [(part, time_span(3600 * hours), f"{times:.1f}") for part, (hours, times) in run.training_audio.items()]
     lead = "Dashed: the other run." if other is not None and (other.steps or other.epochs) else ""
     return {"charts": drawn, "audio": audio, "note": run.replay_note, "lead": lead} if drawn else None
@@ -223,38 +301,42 @@ def training(run: RunData, other: RunData | None) -> Section | None:
 def tables(run: RunData) -> Section | None:
     """Show the tables that the task made from its test; columns of numbers alone are aligned to the right."""
     shown = []
-    for each in run.tables:
-        columns = [[str(row[i]) for row in each["rows"]] for i in range(len(each["columns"]))]
+    for table in run.tables:
+        columns = [[str(row[i]) for row in table["rows"]] for i in range(len(table["columns"]))]
         kinds = ["" if all(re.match(r"[-+−]?[\d.]|$", cell) for cell in column) else "text" for column in columns]
-        shown.append({"kinds": kinds, "remark": "", **each, "rows": [[*map(_plain, row)] for row in each["rows"]]})
+        rows = [[_plain(cell) for cell in row] for row in table["rows"]]
+        shown.append({"kinds": kinds, "remark": "", **table, "rows": rows})
     return {"tables": shown} if shown else None
 
 
 def players(run: RunData, clips: AudioEmbedder, among_worst: bool = False) -> list[Card]:
     """Make cards of the players of the task, the recordings of each entry side by side."""
-    return [{"title": each.title, "sounds": [(sound.label, clips.player(sound)) for sound in each.sounds],
-             "facts": each.remark} for each in run.players if each.among_worst == among_worst]
+    return [{"title": player.title, "sounds": [(sound.label, clips.player(sound)) for sound in player.sounds],
+             "facts": player.remark} for player in run.players if player.among_worst == among_worst]
 
 
 def live(run: RunData) -> Section | None:
     """Show what ``sbkit evaluate --chunk`` found; None for other results."""
-    found: list[Mapping[str, Any]] = run.scored.get("chunks") or []
-    if not found:
+    results_by_chunk: list[Mapping[str, Any]] = run.scored.get("chunks") or []
+    if not results_by_chunk:
         return None
     rows = []
     points = []
-    for each in found:
-        name = chunk_size.to_label(each["chunk"])
-        (low, high) = each["WER_interval"]
+    for result in results_by_chunk:
+        name = chunk_size.to_label(result["chunk"])
+        low, high = result["WER_interval"]
         times = ["not measured" if value is None else f"{value:.2f}\N{NO-BREAK SPACE}s"
-                 for value in (each["latency"], each["latency_p95"])]
-        rows.append([name, rate(each["WER"]), f"{low:.2f} to\N{NO-BREAK SPACE}{high:.2f}", *times,
-                     f"{each['changed']:.1f}"])
-        if each["latency"] is not None:
-            points.append((name, each["latency"], each["WER"], each["latency_p95"]))
+                 for value in (result["latency"], result["latency_p95"])]
+        rows.append([name, rate(result["WER"]), f"{low:.2f} to\N{NO-BREAK SPACE}{high:.2f}", *times,
+                     f"{result['changed']:.1f}"])
+        if result["latency"] is not None:
+            points.append((name, result["latency"], result["WER"], result["latency_p95"]))
+    chart = None
+    if points:
+        chart = charts.points("WER by latency", points, "seconds after a word's end",
+                              note=f"Dots: the mean. Lines: to where {LATE} % of the words are shown.")
     return {"columns": ["chunk", "WER", "95 % interval", "latency", f"{LATE} % within", "words changed"], "rows": rows,
-            "chart": points and charts.points("WER by latency", points, "seconds after a word's end", note=f"Dots: the "
-                                              f"mean. Lines: to where {LATE} % of the words are shown.")}
+            "chart": chart}
 
 
 def where(results: ScoredRun, other: ScoredRun | None) -> Section:
@@ -263,12 +345,13 @@ def where(results: ScoredRun, other: ScoredRun | None) -> Section:
     before = None if other is None else groups.breakdown(other)
     note = "Dashed line: this run's whole test set. Whiskers: 95 % interval."
     blocks: list[Markup | Section] = [charts.bars("By duration", durations, note, results.words.rate)]
-    if found := groups.by_confidence(results):
-        blocks.append(charts.bars("By confidence", found, "Utterances in five parts of equal size. Where confidence "
-                                  "can be trusted, WER falls from left to right.", results.words.rate))
-    for name, found in values.items():
+    by_confidence = groups.by_confidence(results)
+    if by_confidence:
+        blocks.append(charts.bars("By confidence", by_confidence, "Utterances in five parts of equal size. Where "
+                                  "confidence can be trusted, WER falls from left to right.", results.words.rate))
+    for name, of_column in values.items():
         same = f"Grouping by {', '.join(alike[name])} gives the same groups." if name in alike else ""
-        blocks.append(_bars(f"By {name}", found, before.values.get(name, []) if before else [], same))
+        blocks.append(_bars(f"By {name}", of_column, before.values.get(name, []) if before else [], same))
     if speakers:
         few = len(speakers) <= groups.SPEAKERS_SHOWN
         title = "By speaker" if few else f"The {groups.SPEAKERS_SHOWN} hardest of {len(speakers)} speakers"
@@ -281,14 +364,18 @@ def where(results: ScoredRun, other: ScoredRun | None) -> Section:
 
 def _bars(title: str, rows: Sequence[UtteranceGroup], before: Sequence[UtteranceGroup], note: str = "") -> Section:
     """Lay out groups as bars in the lines of a table; lengths and places are in per cent of the largest."""
-    shown = {group.label for group in rows}
-    earlier = {group.label: group.rate for group in before if group.label in shown}
+    labels = {group.label for group in rows}
+    earlier = {group.label: group.rate for group in before if group.label in labels}
     top = max([group.high or group.rate for group in rows] + [*earlier.values(), 1e-9])
-    lines = [{"label": group.label, "short": short(group.label, 34), "description": charts.describe(group),
-              "rate": group.rate, "utterances": group.utterances, "fill": 100 * group.rate / top,
-              "range": None if group.low is None or group.high is None else
-              (100 * group.low / top, 100 * (group.high - group.low) / top),
-              "before": earlier.get(group.label), "mark": 100 * earlier.get(group.label, 0.0) / top} for group in rows]
+    lines = []
+    for group in rows:
+        bounds = None
+        if group.low is not None and group.high is not None:
+            bounds = (100 * group.low / top, 100 * (group.high - group.low) / top)
+        lines.append({
+            "label": group.label, "short": short(group.label, 34), "description": charts.describe(group),
+            "rate": group.rate, "utterances": group.utterances, "fill": 100 * group.rate / top, "range": bounds,
+            "before": earlier.get(group.label), "mark": 100 * earlier.get(group.label, 0.0) / top})
     return {"title": title, "lines": lines, "note": note}
 
 
@@ -304,8 +391,9 @@ def confused(results: ScoredRun) -> Section | None:
         ("Insertions", [pair for pair in pairs if not pair[0]], counts.insertions.sum()),
     ]
     total = int(counts.edits.sum())
-    return {"lists": [(f"{name}: {count} ({percent(count / total)})", each[:WORDS_SHOWN])
-                      for name, each, count in kinds if each], "most": pairs[0][-1]}
+    lists = [(f"{name}: {count} ({percent(count / total)})", pairs_of_kind[:WORDS_SHOWN])
+             for name, pairs_of_kind, count in kinds if pairs_of_kind]
+    return {"lists": lists, "most": pairs[0][-1]}
 
 
 def worst(results: ScoredRun, clips: AudioEmbedder, count: int, suspects: Sequence[SuspectLabel]) -> Section | None:
@@ -342,10 +430,15 @@ def labels(results: ScoredRun, clips: AudioEmbedder, suspects: Sequence[SuspectL
     """Show transcripts that may be wrong."""
     shown = []
     for suspect in suspects[:count]:
-        why = "The hypothesis is empty." if not suspect.usual and suspect.error == 1 else (
-            f"{percent(suspect.error)} of the characters differ; {percent(suspect.usual)} is usual at this confidence.")
+        why = (f"{percent(suspect.error)} of the characters differ; {percent(suspect.usual)} is usual at this "
+               "confidence.")
+        if not suspect.usual and suspect.error == 1:
+            why = "The hypothesis is empty."
         shown.append(card(results, clips, suspect.index, why))
-    lead = SUSPECTS_NOTE if suspects else NONE_SUSPECTED if can_judge(results) else NOT_CHECKED
+    if suspects:
+        lead = SUSPECTS_NOTE
+    else:
+        lead = NONE_SUSPECTED if can_judge(results) else NOT_CHECKED
     return {"cards": shown, "more": max(0, len(suspects) - count), "lead": lead}
 
 
@@ -359,16 +452,21 @@ def data(run: RunData) -> Section | None:
     splits = run.prepared["splits"]
     source = run.prepared["source"]
     limits = {"min_duration": "?", "max_duration": "?", "short_text": "?", **run.prepared.get("options", {})}
-    return {
-        "rows": [(name, f"{entry['rows']:,}", f"{entry['kept']:,}", time_span(3600 * entry["hours"]),
-                  f"{entry['rows'] - entry['kept']:,}") for name, entry in splits.items()],
-        "left_out": [{"split": split, "what": REASONS.get(reason, reason).format_map(limits),
-                      "much": f"{entry['count']:,} rows, {time_span(3600 * entry['hours'])}",
-                      "examples": entry["examples"][:EXAMPLES_SHOWN]}
-                     for split, part in splits.items() for reason, entry in part["left_out"].items()],
-        "strange": [(split, ", ".join(f"{character!r} × {count}" for character, count in [*found.items()][:20]))
-                    for split, part in splits.items() if (found := part.get("outside_alphabet"))],
-        "lead": f"{describe(run.prepared)}: {source['where']}"}
+    rows = []
+    left_out = []
+    outside_alphabet = []
+    for split, entry in splits.items():
+        rows.append((split, f"{entry['rows']:,}", f"{entry['kept']:,}", time_span(3600 * entry["hours"]),
+                     f"{entry['rows'] - entry['kept']:,}"))
+        for reason, lost in entry["left_out"].items():
+            left_out.append({"split": split, "what": REASONS.get(reason, reason).format_map(limits),
+                             "much": f"{lost['count']:,} rows, {time_span(3600 * lost['hours'])}",
+                             "examples": lost["examples"][:EXAMPLES_SHOWN]})
+        counts = list((entry.get("outside_alphabet") or {}).items())[:CHARACTERS_SHOWN]
+        if counts:
+            outside_alphabet.append((split, ", ".join(f"{character!r} × {count}" for character, count in counts)))
+    return {"rows": rows, "left_out": left_out, "strange": outside_alphabet,
+            "lead": f"{describe(run.prepared)}: {source['where']}"}
 
 
 def making(run: RunData) -> Section:
@@ -378,11 +476,14 @@ def making(run: RunData) -> Section:
         shown = {name: run.scored.get(name) for name in _OF_EVALUATIONS} | (run.scored.get("decoder") or {})
         scores = {name: _plain(value) for name, value in shown.items() if value is not None}
     facts: dict[str, Any] = {}
-    for start in run.starts[-1:]:
-        when = datetime.datetime.fromtimestamp(start["time"]).astimezone().strftime("%Y-%m-%d %H:%M %Z")
-        facts = {"started": when, **{name: value for name, value in start.items() if name not in _BESIDE_FACTS},
-                 **({"parameters": f"{start['parameters']:,}"} if "parameters" in start else {}),
-                 **(start.get("environment") or {})}
+    if run.starts:
+        start = run.starts[-1]
+        time = datetime.datetime.fromtimestamp(start["time"]).astimezone()
+        facts["started"] = time.strftime("%Y-%m-%d %H:%M %Z")
+        facts |= {name: value for name, value in start.items() if name not in _BESIDE_FACTS}
+        if "parameters" in start:
+            facts["parameters"] = f"{start['parameters']:,}"
+        facts |= start.get("environment") or {}
     return {"scores": scores, "score_command": run.scored.get("command", ""), "facts": facts, "starts": run.starts,
             "recipe": run.recipe, "lead": str(run.folder.resolve())}
 
