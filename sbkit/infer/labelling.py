@@ -17,9 +17,9 @@ import os
 import sys
 import time
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,11 +47,17 @@ from sbkit.system.console import atomic_write, counted, table, time_span
 
 FOLDER = "labelling"
 CALIBRATION = "calibration.json"
-#: Whether a row is kept, or why it is left out.
-KEPT, UNREADABLE, NO_WORDS, NO_PAUSE, UNSURE, UNLIKE = (
-    "kept", "unreadable", "no words", "no pause", "low confidence", "not calibrated")
-#: The shortest pause to cut at, and the longest silence that a piece keeps at each end.
-PAUSE_SECONDS, MARGIN_SECONDS = 0.4, 0.5
+# Whether a row is kept, or why it is left out.
+KEPT = "kept"
+UNREADABLE = "unreadable"
+NO_WORDS = "no words"
+NO_PAUSE = "no pause"
+UNSURE = "low confidence"
+UNLIKE = "not calibrated"
+PAUSE_SECONDS = 0.4
+"""The shortest pause to cut at."""
+MARGIN_SECONDS = 0.5
+"""The longest silence that a piece keeps at each end."""
 _KEEPS = (0.95, 0.9, 0.8, 0.7, 0.5)  # for which the hours are shown
 _MAX_BYTES = 1 << 24  # of calibration.json
 _HINT = "name a list with transcripts, such as manifests/dev.csv of the run that was exported"
@@ -98,13 +104,15 @@ def label(request: LabelRequest) -> int:
     if STDIN in request.files:
         raise SbkitError("a corpus can't have recordings from standard input", hint="save them to files")
     to = request.to.resolve()
-    if inside := [name for name in request.files if Path(name).resolve().is_relative_to(to)]:
-        raise SbkitError(f"{inside[0]} is inside {request.to}, where labels are written", hint="choose another --to")
+    for name in request.files:
+        if Path(name).resolve().is_relative_to(to):
+            raise SbkitError(f"{name} is inside {request.to}, where labels are written", hint="choose another --to")
     recordings = {}
-    for each in collect(request.files, None, request.schemes):
-        key = json.dumps([*_place(str(each.audio), each.start), each.duration])  # however the command line names it
+    for recording in collect(request.files, None, request.schemes):
+        # The same however the command line names it.
+        key = json.dumps([*_place(str(recording.audio), recording.start), recording.duration])
         if request.shard.has(key):
-            recordings[key] = each
+            recordings[key] = recording
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:
         print(engine.running, file=sys.stderr)
         work = request.to / FOLDER
@@ -113,9 +121,10 @@ def label(request: LabelRequest) -> int:
         pipeline = Pipeline(engine, Options(request.batch_seconds, None, request.readers, request.search))
         with disk.disk_errors_as_user_error(request.to):
             with locked(work / ".lock"):
-                calibrated = any(work.glob("[!.]*"))
+                # Before the calibration there is nothing that other settings would contradict.
+                has_results = any(work.glob("[!.]*"))
                 settings = {"model": engine.running.model, "search": request.search, "shards": request.shard.shards}
-                record_settings(work, request.bundle, settings, redo=None if calibrated else True)
+                record_settings(work, request.bundle, settings, redo=None if has_results else True)
                 calibration = _calibration(request, pipeline)
             with locked(work / f".{request.shard.name}.lock"):
                 transcribed = work / f"heard-{request.shard.name}.jsonl"
@@ -143,48 +152,40 @@ def _calibration(request: LabelRequest, pipeline: Pipeline) -> Calibration:
             json.dump(computed, file, indent=1)
     try:
         facts = untrusted.read_json(path, _MAX_BYTES)
-        found = Calibration(facts["confidences"], facts["accuracies"], facts["lowest"])
-        rows = [(each[0], f"{100 * each[1]:.1f}", f"{100 * each[2]:.1f}") for each in facts["bins"]]
-        changed, difference = facts["list"] != digest, 100 * facts["error"]
+        calibration = Calibration(facts["confidences"], facts["accuracies"], facts["lowest"])
+        rows = [(count, f"{100 * expected:.1f}", f"{100 * measured:.1f}") for count, expected, measured
+                in facts["bins"]]
+        other_list = facts["list"] != digest
+        difference = 100 * facts["error"]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise SbkitError(f"{path} is damaged, or an earlier sbkit wrote it: {error}",
                          hint="remove it to calibrate again") from error
-    if changed:
+    if other_list:
         raise SbkitError(f"{request.to} was calibrated on another list than {request.calibrate}",
                          hint="name that one again, or choose another --to")
     print(table(["utterances", "expected word accuracy %", "measured %"], rows))
     print(f"calibrated on {request.calibrate}: expected and measured word accuracy differ by {difference:.1f} points "
           "(expected calibration error, two-fold cross-validation)")
-    return found
+    return calibration
 
 
 def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
-    recordings = [each for each in collect([request.calibrate], None, request.schemes) if each.reference]
+    """Transcribe recordings with transcripts; returns the content of calibration.json, except the list's digest."""
+    recordings = [recording for recording in collect([request.calibrate], None, request.schemes)
+                  if recording.reference]
     if len(recordings) < MIN_UTTERANCES:
         raise SbkitError(f"{request.calibrate}: {len(recordings)} recordings with a transcript can't show how reliable "
                          "confidences are", hint=f"give at least {MIN_UTTERANCES}")
-    # If the bundle or the list is in the folder of the run, which the exported checkpoint's name identifies, it says
-    # what the model was trained on.
-    run, of_list = request.bundle.resolve().parent, Path(request.calibrate).resolve().parent.parent
-    checkpoint = pipeline.engine.config.trained.get("checkpoint")
-    if (of_list / RECIPE).is_file() and any(each.name == checkpoint for each in of_list.glob("*/CKPT*")):
-        run = of_list
-    train = run / MANIFESTS / "train.csv"
-    if train.is_file():
-        manifest = Manifest.read(train)
-        trained = {_place(*row) for row in zip(manifest.wavs, manifest.starts.tolist(), strict=True)}
-        if seen := sum(_place(str(each.audio), each.start) in trained for each in recordings):
-            raise SbkitError(f"{request.calibrate}: the model was trained on {seen} of its {len(recordings)} "
-                             f"recordings ({train}), and is overconfident on them", hint=_HINT)
+    _check_unseen(request, pipeline, recordings)
     rules = TextRules.for_language(pipeline.engine.config.language)
     references, hypotheses, confidences = [], [], []
     # Recordings that can't be read are neither counted nor named.
     for index, transcript in run_files(recordings, pipeline.run, {}, what="calibrating", in_order=True, named=0):
         if transcript.confidence is not None:
-            both = (rules(text) for text in (recordings[index].reference or "", transcript.text))
-            words = [text.split() if transcript.spaced else list(text.replace(" ", "")) for text in both]
-            references.append(words[0])
-            hypotheses.append(words[1])
+            reference = rules(recordings[index].reference or "")
+            hypothesis = rules(transcript.text)
+            references.append(_words(reference, transcript.spaced))
+            hypotheses.append(_words(hypothesis, transcript.spaced))
             confidences.append(transcript.confidence)
     if not confidences:
         raise SbkitError(f"{request.calibrate}: the recogniser found no words in any recording that has a "
@@ -194,8 +195,33 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
         bins, expected_error = reliability(np.array(confidences), accuracy, counts)
     except SbkitError as error:
         raise SbkitError(f"{request.calibrate}: {error.message}", hint=error.hint) from None
-    curve = Calibration.fit(np.array(confidences), accuracy, counts)
-    return asdict(curve) | {"bins": bins, "error": expected_error}
+    calibration = Calibration.fit(np.array(confidences), accuracy, counts)
+    return asdict(calibration) | {"bins": bins, "error": expected_error}
+
+
+def _words(text: str, spaced: bool) -> list[str]:
+    """The words of a text or, in a language without spaces, its characters."""
+    return text.split() if spaced else list(text.replace(" ", ""))
+
+
+def _check_unseen(request: LabelRequest, pipeline: Pipeline, recordings: Sequence[Recording]) -> None:
+    """Raise if the model was trained on some of the recordings, as far as its run's folder can be found."""
+    # The bundle or the list may lie in the folder of the run. The list's is the run's if it has the checkpoint that
+    # was exported.
+    run = request.bundle.resolve().parent
+    folder_of_list = Path(request.calibrate).resolve().parent.parent
+    checkpoint = pipeline.engine.config.trained.get("checkpoint")
+    if (folder_of_list / RECIPE).is_file() and any(path.name == checkpoint for path in folder_of_list.glob("*/CKPT*")):
+        run = folder_of_list
+    train = run / MANIFESTS / "train.csv"
+    if not train.is_file():
+        return
+    manifest = Manifest.read(train)
+    trained_on = {_place(wav, start) for wav, start in zip(manifest.wavs, manifest.starts.tolist(), strict=True)}
+    seen = sum(_place(str(recording.audio), recording.start) in trained_on for recording in recordings)
+    if seen:
+        raise SbkitError(f"{request.calibrate}: the model was trained on {seen} of its {len(recordings)} "
+                         f"recordings ({train}), and is overconfident on them", hint=_HINT)
 
 
 # ---------------------------------------------------------------------- transcribing
@@ -203,18 +229,21 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
 
 def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: Path) -> dict[str, str]:
     """Transcribe recordings that the file lacks, and append them; returns those that can't be read, and why."""
-    known = {each["key"] for each in _read_lines(path)}
+    transcribed = {line["key"] for line in _read_lines(path)}
     errors = {key: "its path is not UTF-8: rename it" for key in recordings if _name(key) != json.loads(key)[0]}
-    todo = [(key, each) for key, each in recordings.items() if key not in known and key not in errors]
-    if done := len(recordings) - len(todo) - len(errors):
-        print(f"{done} of {len(recordings)} are already done", file=sys.stderr)
-    seconds, began, unreadable = 0.0, time.perf_counter(), dict[int, AudioError]()
+    todo = [(key, recording) for key, recording in recordings.items() if key not in transcribed and key not in errors]
+    already_done = len(recordings) - len(todo) - len(errors)
+    if already_done:
+        print(f"{already_done} of {len(recordings)} are already done", file=sys.stderr)
+    seconds = 0.0
+    began = time.perf_counter()
+    unreadable: dict[int, AudioError] = {}
+    results = run_files([recording for _, recording in todo], pipeline.run, unreadable, what="labelling", named=0)
     # Unbuffered, so that a process that is killed has written all complete lines.
-    with open(path, "ab", buffering=0) as file, contextlib.closing(run_files(
-            [each for _, each in todo], pipeline.run, unreadable, what="labelling", named=0)) as transcripts:
+    with open(path, "ab", buffering=0) as file, contextlib.closing(results):
         if file.tell():
             file.write(b"\n")  # ends a line that was interrupted
-        for index, transcript in transcripts:
+        for index, transcript in results:
             key, recording = todo[index]
             # A WAV that is longer than its header says is kept, as in training.
             mismatch = recording.mismatch
@@ -222,11 +251,13 @@ def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: P
                 errors[key] = mismatch.description
                 continue
             seconds += transcript.duration
-            pieces = cut_at_pauses(transcript.words, transcript.duration, pipeline.engine.config.chunk_seconds)
-            text = pipeline.engine.vocabulary.text
-            line = {"key": key, "id": recording.id, "duration": round(transcript.duration, 4), "pieces": [
-                [round(recording.start + each.start, 3), round(each.end - each.start, 3), text(each.words),
-                 mean_confidence(each.words)] for each in pieces]}
+            pieces = []
+            for piece in cut_at_pauses(transcript.words, transcript.duration, pipeline.engine.config.chunk_seconds):
+                start = round(recording.start + piece.start, 3)
+                duration = round(piece.end - piece.start, 3)
+                text = pipeline.engine.vocabulary.text(piece.words)
+                pieces.append([start, duration, text, mean_confidence(piece.words)])
+            line = {"key": key, "id": recording.id, "duration": round(transcript.duration, 4), "pieces": pieces}
             data = json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -276,58 +307,93 @@ def cut_at_pauses(words: Sequence[Word], duration: float, longest: float) -> lis
             joined[-1] += run
         else:
             joined.append(run)
-    starts = [max(0.0, each[0].start - MARGIN_SECONDS) for each in joined]
-    ends = [min(duration, each[-1].end + MARGIN_SECONDS) for each in joined]
+    starts = [max(0.0, run[0].start - MARGIN_SECONDS) for run in joined]
+    ends = [min(duration, run[-1].end + MARGIN_SECONDS) for run in joined]
     for i in range(1, len(joined)):
         if ends[i - 1] > starts[i]:  # a short pause: each piece gets half of it
             ends[i - 1] = starts[i] = (joined[i - 1][-1].end + joined[i][0].start) / 2
-    return [Piece(*each) for each in zip(starts, ends, joined, strict=True)]
+    return [Piece(start, end, run) for start, end, run in zip(starts, ends, joined, strict=True)]
 
 
 # ---------------------------------------------------------------------- the corpus
 
 
-def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: Mapping[str, str]) -> int:
-    """Write the rows that are kept and those that are left out, print a summary, and return the exit code."""
-    file, longest = f"{request.shard.name}.jsonl", Config.read(request.bundle).chunk_seconds
-    rows: Counter[str] = Counter()
-    hours: Counter[str] = Counter()
-    candidates: list[tuple[float, float]] = []  # expected accuracies and hours
-    with atomic_write(request.to / file) as kept, atomic_write(request.to / FOLDER / f"left_out-{file}") as rest:
-        for recording in _read_lines(path):
-            hours[NO_WORDS] += (recording["duration"] - sum(each[1] for each in recording["pieces"])) / 3600
+@dataclass
+class _Tally:
+    """Rows and hours by the reason for which they are kept or left out."""
+
+    rows: Counter[str] = field(default_factory=Counter)
+    hours: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    judged: list[tuple[float, float]] = field(default_factory=list)
+    """The expected word accuracy and the hours of each row that ``--keep`` decides on."""
+
+    def add(self, reason: str, accuracy: float, seconds: float) -> None:
+        self.rows[reason] += 1
+        self.hours[reason] += seconds / 3600
+        if reason in (KEPT, UNSURE):
+            self.judged.append((accuracy, seconds / 3600))
+
+    def hours_with(self, keep: float) -> float:
+        """The hours that another value of ``--keep`` would keep."""
+        return sum(hours for accuracy, hours in self.judged if accuracy >= keep)
+
+
+def _write(request: LabelRequest, transcribed: Path, calibration: Calibration, errors: Mapping[str, str]) -> int:
+    """Write the rows that are kept and those that are left out, print a summary, and return the exit code.
+
+    transcribed : the file of transcribed recordings
+    errors : why recordings can't be read, by their keys
+    """
+    file = f"{request.shard.name}.jsonl"
+    longest = Config.read(request.bundle).chunk_seconds
+    tally = _Tally()
+    with atomic_write(request.to / file) as corpus, atomic_write(request.to / FOLDER / f"left_out-{file}") as left_out:
+        for recording in _read_lines(transcribed):
+            labelled = sum(duration for _, duration, _, _ in recording["pieces"])
+            tally.hours[NO_WORDS] += (recording["duration"] - labelled) / 3600
             for start, duration, text, confidence in recording["pieces"]:
+                accuracy = 0.0 if confidence is None else float(calibration(np.float64(confidence)))
+                reason = KEPT
+                if confidence is None:
+                    reason = NO_WORDS
+                elif duration > longest:
+                    reason = NO_PAUSE
+                elif confidence < calibration.lowest:
+                    reason = UNLIKE
+                elif accuracy < request.keep:
+                    reason = UNSURE
+                tally.add(reason, accuracy, duration)
                 name = recording["id"] + (f"-{start:.2f}" if len(recording["pieces"]) > 1 else "")
                 row = {"id": name, "audio_filepath": json.loads(recording["key"])[0], "offset": start,
-                       "duration": duration, "text": text}
-                expected = 0.0 if confidence is None else float(calibration(np.float64(confidence)))
-                reason = NO_WORDS if confidence is None else NO_PAUSE if duration > longest else (
-                    UNLIKE if confidence < calibration.lowest else
-                    KEPT if expected >= request.keep else UNSURE)
-                rows[reason] += 1
-                hours[reason] += duration / 3600
-                if reason in (KEPT, UNSURE):
-                    candidates.append((expected, duration / 3600))
-                row["confidence"] = round(expected, 4)
-                line = row if reason == KEPT else row | {"reason": reason}
-                (kept if reason == KEPT else rest).write(json.dumps(line, ensure_ascii=False) + "\n")
+                       "duration": duration, "text": text, "confidence": round(accuracy, 4)}
+                if reason == KEPT:
+                    corpus.write(json.dumps(row, ensure_ascii=False) + "\n")
+                else:
+                    left_out.write(json.dumps(row | {"reason": reason}, ensure_ascii=False) + "\n")
         for key, problem in errors.items():
-            rows[UNREADABLE] += 1
-            line = {"audio_filepath": _name(key), "reason": UNREADABLE, "detail": problem}
-            rest.write(json.dumps(line, ensure_ascii=False) + "\n")
+            tally.rows[UNREADABLE] += 1
+            row = {"audio_filepath": _name(key), "reason": UNREADABLE, "detail": problem}
+            left_out.write(json.dumps(row, ensure_ascii=False) + "\n")
     print_first("left out", [f"{_name(key)}: {problem}" for key, problem in errors.items()])
-    print(table(["", "rows", "hours"], [(each, rows[each], f"{hours[each]:.2f}") for each in (
-        KEPT, UNSURE, UNLIKE, NO_WORDS, NO_PAUSE, UNREADABLE) if each == KEPT or rows[each] or hours[each] > 0.005]))
-    if rows[UNLIKE]:
-        print(f"not calibrated: {counted(rows[UNLIKE], 'row')} with a lower confidence than every recording of "
+    _print_summary(request, tally)
+    return SOME_FAILED if errors else 0
+
+
+def _print_summary(request: LabelRequest, tally: _Tally) -> None:
+    lines = []
+    for reason in (KEPT, UNSURE, UNLIKE, NO_WORDS, NO_PAUSE, UNREADABLE):
+        if reason == KEPT or tally.rows[reason] or tally.hours[reason] > 0.005:
+            lines.append((reason, tally.rows[reason], f"{tally.hours[reason]:.2f}"))
+    print(table(["", "rows", "hours"], lines))
+    if tally.rows[UNLIKE]:
+        print(f"not calibrated: {counted(tally.rows[UNLIKE], 'row')} with a lower confidence than every recording of "
               f"{request.calibrate}, so of unknown word accuracy; calibrate on recordings like these to keep some")
-    sure = [each for each in candidates if each[0] >= request.keep]
-    if total := sum(length for _, length in sure):
-        mean = sum(expected * length for expected, length in sure) / total
+    kept_hours = tally.hours_with(request.keep)
+    if kept_hours:
+        mean = sum(accuracy * hours for accuracy, hours in tally.judged if accuracy >= request.keep) / kept_hours
         print(f"expected word accuracy of the rows that are kept: {100 * mean:.1f} %")
-    if sure != candidates:
-        print("hours kept with other values of --keep: " + ", ".join(
-            f"{keep:g}: {sum(length for expected, length in candidates if expected >= keep):.2f} h" for keep in _KEEPS))
+    if tally.rows[UNSURE]:
+        print("hours kept with other values of --keep: "
+              + ", ".join(f"{keep:g}: {tally.hours_with(keep):.2f} h" for keep in _KEEPS))
     print(f"{request.to / request.shard.name}.jsonl  (left out: {request.to / FOLDER}; another --keep reuses these "
           "transcripts)")
-    return SOME_FAILED if errors else 0
