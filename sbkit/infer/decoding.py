@@ -101,7 +101,8 @@ class Greedy(Decoder[BestLabels]):
     joins = True
 
     def __init__(self, vocabulary: Vocabulary):
-        self._vocabulary, self._blank = vocabulary, vocabulary.config.blank_id
+        self._vocabulary = vocabulary
+        self._blank = vocabulary.config.blank_id
 
     def keep(self, log_probs: np.ndarray) -> BestLabels:
         labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]), self._blank)
@@ -142,7 +143,8 @@ class Beam(Decoder[LikelyTokens]):
     def __init__(self, vocabulary: Vocabulary, options: Mapping[str, Any]):
         from sbkit.decode.beam import BeamSearch
 
-        self._spelling, self._search = vocabulary.spelling, _search(BeamSearch, vocabulary, options)
+        self._spelling = vocabulary.spelling
+        self._search = _make_search(BeamSearch, vocabulary, options)
 
     def keep(self, log_probs: np.ndarray) -> LikelyTokens:
         return LikelyTokens(self._search.events(log_probs[None], np.array([len(log_probs)])), len(log_probs))
@@ -167,25 +169,26 @@ class Beam(Decoder[LikelyTokens]):
         return self._search.stream(self._spelling)
 
 
-class KnownTokens(NamedTuple):
-    """A stretch that is decoded already."""
+class SpansOfStretch(NamedTuple):
+    """The tokens of a stretch that is decoded already."""
 
     spans: TokenSpans
     frames: int
 
 
-class GreedyTransducer(Decoder[KnownTokens]):
+class GreedyTransducer(Decoder[SpansOfStretch]):
     """Greedy decoding of a transducer; each stretch starts like an utterance."""
 
     at_once = 1
 
     def __init__(self, vocabulary: Vocabulary, joint: Joint):
-        self._spelling, self._joint = vocabulary.spelling, joint
+        self._spelling = vocabulary.spelling
+        self._joint = joint
 
-    def keep(self, log_probs: np.ndarray) -> KnownTokens:
-        return KnownTokens(TransducerSearch(self._joint).feed([log_probs])[0], len(log_probs))
+    def keep(self, log_probs: np.ndarray) -> SpansOfStretch:
+        return SpansOfStretch(TransducerSearch(self._joint).feed([log_probs])[0], len(log_probs))
 
-    def tokens(self, recordings: Sequence[Sequence[KnownTokens]]) -> list[list[DecodedTokens]]:
+    def tokens(self, recordings: Sequence[Sequence[SpansOfStretch]]) -> list[list[DecodedTokens]]:
         return [_with_offsets(stretches) for stretches in recordings]
 
     def stream(self) -> TransducerStream:
@@ -213,16 +216,18 @@ class BeamTransducer(Decoder[LazyTokens]):
     def __init__(self, vocabulary: Vocabulary, joint: Joint, options: Mapping[str, Any]):
         from sbkit.decode.transducer_beam import TransducerBeam
 
-        self._spelling, self._search = vocabulary.spelling, _search(TransducerBeam, vocabulary, options)
+        self._spelling = vocabulary.spelling
+        self._search = _make_search(TransducerBeam, vocabulary, options)
         self._search.joint = joint
         self._lock = threading.Lock()
-        # In their order. Weak, so that those of a recording that is cancelled or fails go with it.
+        # A set in order of arrival. Weak, so that those of a recording that is cancelled or fails go with it.
         self._waiting: weakref.WeakKeyDictionary[LazyTokens, None] = weakref.WeakKeyDictionary()
 
     def keep(self, log_probs: np.ndarray) -> LazyTokens:
         """Keep a stretch's states until there are several, which are then searched: tokens take much less memory."""
+        # Checked here, because a later search is also of other recordings, which must not fail with it.
         if not np.isfinite(log_probs).all():
-            raise not_a_number()  # here, because a later search is also of others
+            raise not_a_number()
         stretch = LazyTokens(log_probs)
         with self._lock:
             self._waiting[stretch] = None
@@ -232,7 +237,7 @@ class BeamTransducer(Decoder[LazyTokens]):
 
     def tokens(self, recordings: Sequence[Sequence[LazyTokens]]) -> list[list[DecodedTokens]]:
         self._search_all([stretch for stretches in recordings for stretch in stretches])
-        return [_with_offsets([KnownTokens(stretch.spans, stretch.frames) for stretch in stretches])
+        return [_with_offsets([SpansOfStretch(stretch.spans, stretch.frames) for stretch in stretches])
                 for stretches in recordings]
 
     def stream(self) -> StreamSearch:
@@ -240,20 +245,24 @@ class BeamTransducer(Decoder[LazyTokens]):
 
     def _search_all(self, stretches: Sequence[LazyTokens]) -> None:
         """Search stretches together; two threads that search the same one get the same result."""
-        # Another thread may set a stretch's states to None meanwhile, so each is read once.
-        read = [(stretch, stretch.states) for stretch in stretches]
-        todo = [(stretch, states) for stretch, states in read if states is not None]
+        unsearched = []
+        states_of_unsearched = []
+        for stretch in stretches:
+            states = stretch.states  # read once, because another thread may set it to None meanwhile
+            if states is not None:
+                unsearched.append(stretch)
+                states_of_unsearched.append(states)
         with self._lock:
             for stretch in stretches:
                 self._waiting.pop(stretch, None)
-        results = self._search.search(self._search.near_speech([states for _, states in todo]))
-        for (stretch, _), [best, *_] in zip(todo, results, strict=True):
-            # In this order: who sees no states reads the spans.
-            stretch.spans = best.spans
+        results = self._search.search(self._search.near_speech(states_of_unsearched))
+        for stretch, hypotheses in zip(unsearched, results, strict=True):
+            # In this order: a thread that sees no states reads the spans.
+            stretch.spans = hypotheses[0].spans
             stretch.states = None
 
 
-def _with_offsets(stretches: Sequence[KnownTokens]) -> list[DecodedTokens]:
+def _with_offsets(stretches: Sequence[SpansOfStretch]) -> list[DecodedTokens]:
     ends = accumulate(frames for _, frames in stretches)
     return [DecodedTokens(end - frames, spans) for end, (spans, frames) in zip(ends, stretches, strict=True)]
 
@@ -261,12 +270,14 @@ def _with_offsets(stretches: Sequence[KnownTokens]) -> list[DecodedTokens]:
 T = TypeVar("T", bound="TokenSearch")
 
 
-def _search(kind: type[T], vocabulary: Vocabulary, options: Mapping[str, Any]) -> T:
+def _make_search(kind: type[T], vocabulary: Vocabulary, options: Mapping[str, Any]) -> T:
+    """Make a beam search of the options that a user gave."""
     config = vocabulary.config
-    # What is heard has one transcript, so nbest would have no effect.
-    known = signature(kind).parameters.keys() - {"tokenizer", "nbest", "blank_id", "separator", "joint"}
-    if unknown := sorted(options.keys() - known):
-        raise SbkitError(f"beam search has no option {unknown[0]}", hint=f"there are {', '.join(sorted(known))}")
+    # A recording gets one transcript, so nbest would have no effect; the others come from the bundle.
+    allowed = signature(kind).parameters.keys() - {"tokenizer", "nbest", "blank_id", "separator", "joint"}
+    unknown = sorted(options.keys() - allowed)
+    if unknown:
+        raise SbkitError(f"beam search has no option {unknown[0]}", hint=f"there are {', '.join(sorted(allowed))}")
     try:
         search = kind(vocabulary.symbols, blank_id=config.blank_id, separator=config.word_separator, **options)
     except TypeError as error:
@@ -284,25 +295,27 @@ def _transducer(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Bea
     """Open the prediction and the joint network too, on the CPU, because they process one frame at a time."""
     config = vocabulary.config
     assert isinstance(config, TransducerConfig) and vocabulary.folder is not None, "the vocabulary of a bundle"
-    folder, tokens = vocabulary.folder, np.zeros((_ROWS, config.context), np.int64)
+    tokens = np.zeros((_ROWS, config.context), np.int64)
     states = np.zeros((_ROWS, config.joint_size), np.float32)
-    decoder = _open_graph(folder / config.decoder, config, Interface({"tokens": tokens}, ["predicted"]),
-                          config.joint_size)
-    joiner = _open_graph(folder / config.joiner, config,
-                         Interface({"encoded": states, "predicted": states}, ["scores"]), config.vocabulary)
-    joint = GraphJoint(decoder, joiner, config.vocabulary, config.context, config.blank_id)
+    decoder_interface = Interface({"tokens": tokens}, ["predicted"])
+    joiner_interface = Interface({"encoded": states, "predicted": states}, ["scores"])
+    predictor = _open_graph(vocabulary.folder / config.decoder, config, decoder_interface, config.joint_size)
+    joiner = _open_graph(vocabulary.folder / config.joiner, config, joiner_interface, config.vocabulary)
+    joint = GraphJoint(predictor, joiner, config.vocabulary, config.context, config.blank_id)
     return BeamTransducer(vocabulary, joint, search) if search else GreedyTransducer(vocabulary, joint)
 
 
 def _open_graph(path: Path, config: TransducerConfig, interface: Interface, width: int) -> Callable[..., np.ndarray]:
+    """Open a graph with one output [rows, width]; raises if it has another shape for the example of ``interface``."""
     formats.check_file(path, config)
     graph = open_graph(path, layout.ONNX, DeviceChoice("cpu", "cpu"), 1, interface, spin=False)
 
     def run(*inputs: np.ndarray) -> np.ndarray:
         return graph(*inputs)[0]
 
-    if (found := run(*interface.inputs.values())).shape != (_ROWS, width):
-        raise SbkitError(f"{path} outputs {list(found.shape)} for {_ROWS} rows instead of {[_ROWS, width]}",
+    shape = run(*interface.inputs.values()).shape
+    if shape != (_ROWS, width):
+        raise SbkitError(f"{path} outputs {list(shape)} for {_ROWS} rows instead of {[_ROWS, width]}",
                          hint="do its files come from the same export?")
     return run
 

@@ -64,15 +64,18 @@ class Model(LoadedBundle[Engine]):
         """
         if not isinstance(audio, list):
             return self.transcribe([audio], sample_rate)[0]
-        sample_rate = None if sample_rate is None else check_rate(sample_rate)
-        found: dict[int, Transcript] = {}
-        recordings = [Recording.of(each, Path(each).stem if isinstance(each, (str, os.PathLike)) else "", sample_rate)
-                      for each in audio]
+        if sample_rate is not None:
+            sample_rate = check_rate(sample_rate)
+        recordings = []
+        for source in audio:
+            name = Path(source).stem if isinstance(source, (str, os.PathLike)) else ""
+            recordings.append(Recording.of(source, name, sample_rate))
+        transcripts: dict[int, Transcript] = {}  # by the index of the recording: the pipeline has its own order
         for index, result in self._pipeline.run(recordings):
             if isinstance(result, AudioError):
                 raise result
-            found[index] = result
-        return [found[i] for i in range(len(audio))]
+            transcripts[index] = result
+        return [transcripts[i] for i in range(len(audio))]
 
     def transcribe_file(self, path: str | Path) -> str:
         """Return the text of a file, as SpeechBrain's interfaces do."""
@@ -93,21 +96,25 @@ class Model(LoadedBundle[Engine]):
         lm, hot_words, lm_weight, word_score, beam : options of ``sbkit.decode.beam.BeamSearch``; without any, streams
             are decoded like recordings
         """
-        if any(isinstance(each, np.ndarray) for each in (chunk if isinstance(chunk, list) else [chunk])):
+        # Arrays where the first option stands: the samples were meant for the stream that this returns.
+        first_arguments = chunk if isinstance(chunk, list) else [chunk]
+        if any(isinstance(argument, np.ndarray) for argument in first_arguments):
             raise SbkitError("stream takes options, not samples", hint="feed what it returns: model.stream()(arrays)")
-        given = {"lm": lm, "hot_words": phrase_boosts(hot_words) or None, "lm_weight": lm_weight,
-                 "word_score": word_score, "beam": beam}
-        search = {name: value for name, value in given.items() if value is not None}
+        options = {"lm": lm, "hot_words": phrase_boosts(hot_words) or None, "lm_weight": lm_weight,
+                   "word_score": word_score, "beam": beam}
+        search = {name: value for name, value in options.items() if value is not None}
         with self._lock:
             if self._streams is None:
-                engine, running = self.engine, self.engine.running
-                self._streams = StreamEngine(engine.folder, running.model, running.requested, engine.threads)
-            found = self._pipeline.decoder
-            if search:  # the last one is kept, so that its language model is read once
-                if self._stream_search is None or self._stream_search[0] != search:
-                    self._stream_search = search, decoder(self.engine.vocabulary, search)
-                found = self._stream_search[1]
-            return Stream(self._streams, found, chunk, rate)
+                running = self.engine.running
+                self._streams = StreamEngine(self.engine.folder, running.model, running.requested, self.engine.threads)
+            stream_decoder = self._decoder_for(search) if search else self._pipeline.decoder
+            return Stream(self._streams, stream_decoder, chunk, rate)
+
+    def _decoder_for(self, search: dict[str, Any]) -> Decoder[Any]:
+        """The decoder of a search; the last one is kept, so that its language model is read once."""
+        if self._stream_search is None or self._stream_search[0] != search:
+            self._stream_search = (search, decoder(self.engine.vocabulary, search))
+        return self._stream_search[1]
 
     def close(self) -> None:
         super().close()
