@@ -34,12 +34,15 @@ MAX_PADDED = 1.25
 def pad_to_shapes(brain: Task, plan: Plan, device: torch.device, train: Manifest,
                   encoder: SupportsEncode | None) -> None:
     """Let the plan pad micro-batches to few shapes, if the recipe asks for it, or captures its steps."""
-    asked = plan.batching.pad_to_shapes
-    if asked is False or (asked is None and (
-            device.type != "cuda" or not brain.captures_steps or plan.batching.clips_per)):
+    requested = plan.batching.pad_to_shapes
+    if requested is False:
+        return
+    # By default only where it pays: captured steps need a graph for each shape.
+    captured = device.type == "cuda" and brain.captures_steps
+    if requested is None and (not captured or plan.batching.clips_per):
         return
     reason = why_not_padded(brain)
-    if reason is not None and asked:
+    if reason is not None and requested:
         raise SbkitError(f"batching: pad_to_shapes: {reason}", hint="leave it out")
     if reason is not None:
         if ranks.is_main():
@@ -50,14 +53,16 @@ def pad_to_shapes(brain: Task, plan: Plan, device: torch.device, train: Manifest
     # All ranks must find the same, however an encoder counts.
     plan.pad_to_shapes(None if encoder is None else ranks.run_on_main(
         lambda: np.fromiter((len(encoder.encode(text)) for text in train.texts), np.int64, len(train))))
-    more, found = plan.padded_seconds(world) / before, plan.shapes(world)
-    if more > MAX_PADDED and not asked:  # a corpus of few steps, whose buckets are wide
+    growth = plan.padded_seconds(world) / before
+    shapes = plan.shapes(world)
+    padded = growth <= MAX_PADDED or requested
+    if not padded:  # a corpus of few steps, whose buckets are wide
         plan.pad_to_shapes(None, False)
-    if ranks.is_main() and found is not None:
+    if ranks.is_main() and shapes is not None:
+        utterances, seconds, tokens = map(max, zip(*shapes.of_bucket, strict=True))
         logger.info("Micro-batches are %s to %s, of up to %d utterances, %.1f s and %d tokens each: %.0f %% more to "
-                    "compute", "padded" if more <= MAX_PADDED or asked else "not padded",
-                    counted(len(set(found.of_bucket)), "shape"), *map(max, zip(*found.of_bucket, strict=True)),
-                    100 * (more - 1))
+                    "compute", "padded" if padded else "not padded",
+                    counted(len(set(shapes.of_bucket)), "shape"), utterances, seconds, tokens, 100 * (growth - 1))
 
 
 def why_not_padded(brain: Task) -> str | None:
@@ -87,7 +92,8 @@ def _normalises_over_rows(layer: nn.Module) -> bool:
 
 def warn_of_slow_reading(brain: Brain, train_set: TrainLoader, device: torch.device) -> None:
     """Say what to do if the data workers read less than the device could train on, as ``sbkit check`` does."""
-    manifest, batching = train_set.reader.manifest, train_set.plan.batching
+    manifest = train_set.reader.manifest
+    batching = train_set.plan.batching
     limits = limits_of(device, brain.precision)
     if limits is None or not train_set.workers or not len(manifest):
         return
@@ -102,9 +108,9 @@ def warn_of_slow_reading(brain: Brain, train_set: TrainLoader, device: torch.dev
     step_seconds = least_step_seconds(
         audio / (utterances * seconds), flops.least_seconds(kernels, limits),
         0.0 if brain.captures_steps else len(kernels) * LAUNCH_MS / 1000, update_bytes(brain) / limits.bytes)
-    found = rate.measure(train_set.reader).advice(train_set.workers, audio / step_seconds, train_set.world)
-    if found is not None:
-        logger.warning("%s: %s", *found)
+    advice = rate.measure(train_set.reader).advice(train_set.workers, audio / step_seconds, train_set.world)
+    if advice is not None:
+        logger.warning("%s: %s", *advice)
 
 
 def utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Utilisation | None:
@@ -115,6 +121,6 @@ def utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Utili
     except Exception as error:  # tensors on the meta device may not support an operation
         logger.info("Model FLOPs can't be counted, so utilisation is not reported: %s: %s", type(error).__name__, error)
         return None
-    found = Utilisation(operations, *peak_of(device, brain.precision))
-    logger.info("Model FLOPs: %s", "; ".join([str(found), *shares]))
-    return found
+    result = Utilisation(operations, *peak_of(device, brain.precision))
+    logger.info("Model FLOPs: %s", "; ".join([str(result), *shares]))
+    return result

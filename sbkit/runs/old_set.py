@@ -31,12 +31,12 @@ SHARES = (0.75, 0.5, 0.25)
 def score_before(recipe: Recipe, brain: Brain) -> None:
     """Score the old test with the initial weights, if the run has replay."""
     if isinstance(recipe.keys.corpus, Replay):
-        found = OldSet.of(brain.metric, _score(recipe, brain, OLD, "test"))
+        old_set = OldSet.of(brain.metric, _score(recipe, brain, OLD, "test"))
         brain.step = 0
         if ranks.is_main():
-            found.write(recipe.keys.folder)
-            logger.info("The old test before training: %s %.2f (%.2f to %.2f)", found.metric, found.before,
-                        *found.interval)
+            old_set.write(recipe.keys.folder)
+            logger.info("The old test before training: %s %.2f (%.2f to %.2f)", old_set.metric, old_set.before,
+                        *old_set.interval)
 
 
 def compare(brain: Brain, device: torch.device) -> None:
@@ -44,40 +44,50 @@ def compare(brain: Brain, device: torch.device) -> None:
 
     brain : of the run, after its test
     """
-    folder, tested = brain.keys.folder, brain.tested.parts.get(OLD)
-    known = OldSet.read(folder) if isinstance(brain.keys.corpus, Replay) else None
-    if known is None or tested is None:
+    folder = brain.keys.folder
+    tested = brain.tested.parts.get(OLD)
+    old_set = OldSet.read(folder) if isinstance(brain.keys.corpus, Replay) else None
+    if old_set is None or tested is None:
         return
-    value = tested.stats[known.metric]
-    known = dataclasses.replace(known, share=None, old=None, new=None)
-    if not known.is_worse(value):
-        logger.info("After training: %s", known.describe(value))
+    value = tested.stats[old_set.metric]
+    old_set = dataclasses.replace(old_set, share=None, old=None, new=None)  # an earlier test may have found a mean
+    if not old_set.is_worse(value):
+        logger.info("After training: %s", old_set.describe(value))
     else:
-        why = "no mean of old and new weights prevents it; a larger replay may"
+        advice = "no mean of old and new weights prevents it; a larger replay may"
         try:
-            # The mean that is best on both dev sets, of saved weights: those in memory may be sharded or averaged.
-            recipe, saved = restore.load_run(folder, device, weights=brain.keys.tested_weights,
-                                             eval_precision=brain.eval_precision)
-            mean, rates = initial.MeanWithSource(saved), {}
-            for share in SHARES:
-                mean.take(share)
-                rates[share] = [_score(recipe, saved, part, "dev").stats[known.metric] for part in (OLD, NEW)]
-            logger.info("Means with the initial weights, %s on the dev sets: %s", known.metric, "; ".join(
-                f"{share:g} of the new weights: old {old:.2f}, new {new:.2f}" for share, (old, new) in rates.items()))
-            # Of those that haven't forgotten on dev, if there are any: a mean that learnt more by forgetting helps
-            # nobody.
-            kept = [share for share, (old, _) in rates.items() if not known.is_worse(old)] or list(rates)
-            best = (min if known.lower_is_better else max)(kept, key=lambda share: sum(rates[share]))
-            mean.take(best)
-            old, new = (_score(recipe, saved, part, "test").stats[known.metric] for part in (OLD, NEW))
-            known = dataclasses.replace(known, **(dict.fromkeys(("share", "old", "new")) if known.is_worse(old) else
-                                                  {"share": best, "old": old, "new": new}))
+            old_set = _find_mean(brain, device, old_set)
         except SbkitError as error:  # the source may be gone by now
-            why = f"no mean of old and new weights could be tried: {error.message}"
-        logger.warning("After training: %s; %s", known.describe(value),
-                       known.offer(folder, brain.keys.tested_weights) or why)
+            advice = f"no mean of old and new weights could be tried: {error.message}"
+        logger.warning("After training: %s; %s", old_set.describe(value),
+                       old_set.offer(folder, brain.keys.tested_weights) or advice)
     if ranks.is_main():
-        known.write(folder)
+        old_set.write(folder)
+
+
+def _find_mean(brain: Brain, device: torch.device, old_set: OldSet) -> OldSet:
+    """Try means of old and new weights; returns ``old_set`` with the best one, if that is not worse on the old test."""
+    # Of saved weights, because those in memory may be sharded or averaged.
+    recipe, saved = restore.load_run(brain.keys.folder, device, weights=brain.keys.tested_weights,
+                                     eval_precision=brain.eval_precision)
+    mean = initial.MeanWithSource(saved)
+    old_rates: dict[float, float] = {}
+    new_rates: dict[float, float] = {}
+    for share in SHARES:
+        mean.take(share)
+        old_rates[share] = _score(recipe, saved, OLD, "dev").stats[old_set.metric]
+        new_rates[share] = _score(recipe, saved, NEW, "dev").stats[old_set.metric]
+    logger.info("Means with the initial weights, %s on the dev sets: %s", old_set.metric, "; ".join(
+        f"{share:g} of the new weights: old {old_rates[share]:.2f}, new {new_rates[share]:.2f}" for share in SHARES))
+
+    # Of those that haven't forgotten on dev, if there are any: a mean that learnt more by forgetting helps nobody.
+    candidates = [share for share in SHARES if not old_set.is_worse(old_rates[share])] or list(SHARES)
+    best_of = min if old_set.lower_is_better else max
+    best = best_of(candidates, key=lambda share: old_rates[share] + new_rates[share])
+    mean.take(best)
+    old = _score(recipe, saved, OLD, "test").stats[old_set.metric]
+    new = _score(recipe, saved, NEW, "test").stats[old_set.metric]
+    return old_set if old_set.is_worse(old) else dataclasses.replace(old_set, share=best, old=old, new=new)
 
 
 def guard(recipe: Recipe, brain: Brain, weights: ChosenWeights, accept_worse: bool) -> str:
@@ -94,26 +104,27 @@ def guard(recipe: Recipe, brain: Brain, weights: ChosenWeights, accept_worse: bo
         initial.MeanWithSource(brain).take(weights.share)
     if not isinstance(keys.corpus, Replay):
         return ""
-    known = OldSet.read(keys.folder)
+    old_set = OldSet.read(keys.folder)
     try:
-        if known is None:
+        if old_set is None:
             raise SbkitError(f"the run replays its source's corpus, but lacks {OLD_SET}: the old test's result before "
                              "training is unknown", hint="--accept-worse exports it anyway")
-        name = f"{known.metric} {OLD}"  # in what the run's own test recorded
-        value = stored_json(keys.folder / TESTED).get(name) if weights == keys.tested_weights else None
+        value = None
+        if weights == keys.tested_weights:  # the run's own test scored them
+            value = stored_json(keys.folder / TESTED).get(f"{old_set.metric} {OLD}")
         if value is None:
-            value = _score(recipe, brain, OLD, "test").stats[known.metric]
+            value = _score(recipe, brain, OLD, "test").stats[old_set.metric]
     except SbkitError as error:
         if not accept_worse:
             raise
         print(f"the old test was not scored: {error.message}", file=sys.stderr)
         return "The result of the old test is unknown."
-    message = known.describe(value)
-    if known.is_worse(value):
+    message = old_set.describe(value)
+    if old_set.is_worse(value):
         message = f"the model forgot: {message}"
         if not accept_worse:
-            raise SbkitError(message, hint=f"{known.offer(keys.folder, keys.tested_weights)}; ".removeprefix("; ")
-                             + "--accept-worse exports it anyway")
+            offer = old_set.offer(keys.folder, keys.tested_weights)
+            raise SbkitError(message, hint=f"{offer}; ".removeprefix("; ") + "--accept-worse exports it anyway")
     print(message, file=sys.stderr)
     return f"{message[0].upper()}{message[1:]}."
 

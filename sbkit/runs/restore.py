@@ -53,15 +53,7 @@ def read_run(run: str | Path) -> Recipe:
     """Read the recipe of a run, with paths adapted to where the folder is now."""
     run = Path(run)
     path = run / RECIPE
-    if run.resolve().parent.name == EVALUATIONS and run.is_dir() and not (run / "save").exists() \
-            and (tested := run.resolve().parents[1] / RECIPE).is_file():
-        raise SbkitError(f"{run} has the results of a test, not a run", hint=f"name the run's folder: {tested.parent}")
-    if not path.is_file():
-        missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "is not a folder" if run.exists() \
-            else "does not exist"
-        inside = next((each for each in run.resolve().parents[:2] if (each / RECIPE).is_file()), None)
-        raise SbkitError(f"{run} {missing}", hint="name the output_folder of a run" if inside is None else
-                         f"name the run's folder: {inside}")
+    _require_run(run)
     line = path.read_text(encoding="utf-8").splitlines()[1:2]  # the header names the original recipe
     make_importable(Path(line[0].removeprefix("#").strip()) if line else path)
     tree = moved_recipe(path, run)
@@ -81,14 +73,38 @@ def read_run(run: str | Path) -> Recipe:
     return recipe
 
 
+def _require_run(folder: Path) -> None:
+    """Raise unless a folder is a run's; the message names a run that the folder lies in."""
+    if folder.resolve().parent.name == EVALUATIONS and folder.is_dir() and not (folder / "save").exists():
+        run = folder.resolve().parents[1]
+        if (run / RECIPE).is_file():
+            raise SbkitError(f"{folder} has the results of a test, not a run", hint=f"name the run's folder: {run}")
+    if (folder / RECIPE).is_file():
+        return
+    problem = "does not exist"
+    if folder.is_dir():
+        problem = f"is not a run: it has no {RECIPE}"
+    elif folder.exists():
+        problem = "is not a folder"
+    hint = "name the output_folder of a run"
+    for parent in folder.resolve().parents[:2]:
+        if (parent / RECIPE).is_file():
+            hint = f"name the run's folder: {parent}"
+            break
+    raise SbkitError(f"{folder} {problem}", hint=hint)
+
+
 def warn_unfinished(recipe: Recipe) -> None:
     """Warn if a run is not finished, with its progress and a newest checkpoint that is not validated."""
     keys = recipe.keys
-    progress, epochs = read_progress(keys.checkpointer, keys.epoch_counter), keys.epoch_counter.limit
+    progress = read_progress(keys.checkpointer, keys.epoch_counter)
+    epochs = keys.epoch_counter.limit
     if not progress.done or progress.finished >= epochs or (keys.folder / TESTED).exists():
         return
-    newest = f"; its newest checkpoint, {progress.within} steps into epoch {progress.finished + 1}, is not " \
-        f"validated, so only --checkpoint {LAST} uses it" if progress.within else ""
+    newest = ""
+    if progress.within:
+        newest = (f"; its newest checkpoint, {progress.within} steps into epoch {progress.finished + 1}, is not "
+                  f"validated, so only --checkpoint {LAST} uses it")
     logger.warning("%s has not finished: it has trained %d of %d epochs, %d steps%s. The same command resumes it",
                    keys.folder, progress.finished, epochs, progress.done, newest)
 
@@ -154,10 +170,12 @@ def find_checkpoint(checkpointer: Checkpointer, name: str) -> Checkpoint:
     """The checkpoint whose folder has this name, or the only one whose name contains it."""
     checkpoints = {Path(ckpt.path).name: ckpt for ckpt in checkpointer.list_checkpoints()}
     wanted = Path(name).name
-    found = [wanted] if wanted in checkpoints else [each for each in checkpoints if wanted in each]
-    if len(found) == 1:
-        return checkpoints[found[0]]
-    problem = f"{len(found)} checkpoints have {name!r} in their name" if found else f"there is no checkpoint {name!r}"
+    matching = [wanted] if wanted in checkpoints else [folder for folder in checkpoints if wanted in folder]
+    if len(matching) == 1:
+        return checkpoints[matching[0]]
+    problem = f"there is no checkpoint {name!r}"
+    if matching:
+        problem = f"{len(matching)} checkpoints have {name!r} in their name"
     raise SbkitError(f"{problem} in {checkpointer.checkpoints_dir}",
                      hint=f"choose one of {', '.join(sorted(checkpoints))}, {BEST} or {LAST}")
 
@@ -169,6 +187,8 @@ def moved_recipe(path: Path, folder: Path, overrides: Mapping[str, Any] | None =
     """The tree of a run's recipe, with paths in its old output folder moved to ``folder``."""
     tree = load.resolved(path, overrides or {})
     if tree.at("output_folder") is None:
-        raise SbkitError(f"{path} lacks output_folder", hint="that is a bundle: name the run that it was exported from"
-                         if (folder / BUNDLE).is_file() else "is it a recipe that a run wrote?")
+        hint = "is it a recipe that a run wrote?"
+        if (folder / BUNDLE).is_file():
+            hint = "that is a bundle: name the run that it was exported from"
+        raise SbkitError(f"{path} lacks output_folder", hint=hint)
     return moved(earlier_recipes.rename(tree), folder)
