@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -94,13 +95,12 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
     def corpus_of(split: str, folder: Path) -> Corpus:
         if request.on is None and request.data_root is None:
             return own.only_split(split, folder)
-        given = os.path.realpath(request.on or "")
-        lists = own.source.values() if isinstance(own.source, Mapping) else [own.source]
-        of_own = {given, os.path.dirname(given)} & {os.path.realpath(each) for each in lists if isinstance(each, str)}
-        root = own.data_root if request.data_root is None and of_own else request.data_root
-        named = {role: name for role, name in own.columns.items() if role in (columns or {})}
+        root = request.data_root
+        if root is None and _is_of(request.on or "", own):
+            root = own.data_root
+        own_names = {role: name for role, name in own.columns.items() if role in (columns or {})}
         return Corpus(source, own.language, folder, splits={"test": split}, text=own.text, only=("test",),
-                      columns=named, data_root=root, schemes=own.schemes, url_megabytes=own.url_megabytes,
+                      columns=own_names, data_root=root, schemes=own.schemes, url_megabytes=own.url_megabytes,
                       url_seconds=own.url_seconds)
 
     split = request.split
@@ -125,6 +125,14 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
         raise SbkitError(f"the corpus of {request.run}: {error.message}", hint=error.hint) from error
     print(corpus.summary(), file=sys.stderr)
     return title, corpus
+
+
+def _is_of(path: str, corpus: Corpus) -> bool:
+    """Whether a path is one of a corpus' sources, or lies directly in one."""
+    real = os.path.realpath(path)
+    sources = corpus.source.values() if isinstance(corpus.source, Mapping) else [corpus.source]
+    real_sources = {os.path.realpath(source) for source in sources if isinstance(source, str)}
+    return real in real_sources or os.path.dirname(real) in real_sources
 
 
 def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str) -> CheckpointResult:
@@ -174,53 +182,72 @@ def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest:
 
 def try_behaviour(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, rate: int) -> Behaviour:
     """Try the battery of ``sbkit.score.behaviour`` on all ranks: silence, and changed utterances of the manifest."""
-    at, clips = 0, list[tuple[np.ndarray, str]]()
-    while len(clips) < BEHAVIOUR_CLIPS and at < len(manifest):
-        row = manifest.row(at)
-        at += max(1, len(manifest) // BEHAVIOUR_CLIPS)
-        with contextlib.suppress(AudioError):
-            clips.append((read_utterance(row.wav, row.start, row.duration, sample_rate=rate, remote=manifest.remote),
-                          row.text))
-    trials = [*silences(rate), *speeches([clip for clip in clips if clip[1].split()], rate)]
-    nonspeech, recordings = vars(recipe.keys).get("nonspeech"), list[str]()
-    if nonspeech is not None and nonspeech.files is not None:
-        with contextlib.suppress(SbkitError):  # the folder may be gone or empty by now
-            recordings = nonspeech.files.check()
-    # Does somebody speak in them? Each is tried in one place, and long ones in more while there is room.
-    rng, stretches = np.random.default_rng(0), list[tuple[int, str, float, float]]()
-    for path in recordings[::max(1, -(-len(recordings) // BEHAVIOUR_NOISES))]:
-        with contextlib.suppress(AudioError):
-            seconds = audio_info(path)[0]
-            starts = rng.permutation(np.arange(0.0, max(seconds - 1, SECONDS), SECONDS)).tolist()
-            stretches += [(turn, path, start, seconds) for turn, start in enumerate(starts)]
-    names, noises = list[str](), list[np.ndarray]()
-    for _, path, start, seconds in sorted(stretches)[:BEHAVIOUR_NOISES]:
-        with contextlib.suppress(AudioError):
-            noises.append(read_audio(path, start=start, duration=min(SECONDS, seconds - start), sample_rate=rate))
-            names.append(path if seconds <= SECONDS else f"{path}, from {start:.0f} s")
-    signals = [*(trial.signal for trial in trials), *noises]
+    clips = _behaviour_clips(manifest, rate)
+    trials = [*silences(rate), *speeches([(signal, text) for signal, text in clips if text.split()], rate)]
+    noises = _user_noises(recipe, rate)
+    signals = [*(trial.signal for trial in trials), *(signal for _, signal in noises)]
     with tempfile.TemporaryDirectory(prefix="sbkit-") as folder:  # of this rank
         wavs = [f"{folder}/{number:05}.wav" for number in range(len(signals))]
         for wav, signal in zip(wavs, signals, strict=True):
             soundfile.write(wav, signal, rate, subtype="FLOAT")
         battery = Manifest(ids=[Path(wav).stem for wav in wavs], wavs=wavs,
-                           texts=[each.reference for each in trials] + [""] * len(noises),
+                           texts=[trial.reference for trial in trials] + [""] * len(noises),
                            durations=[len(signal) / rate for signal in signals])
         with searching(brain):
             transcribe(request, recipe, brain, battery, "behaviour")
-    written = {row.id: row.hypothesis for row in brain.all_rows()}
-    texts = [written[name] for name in battery.ids]
-    found = Behaviour.of(trials, texts[:len(trials)], rate,
-                         f", with {request.label().strip('-')}" if request.label() else "")
-    heard = words_in_noises(names, [len(each) / rate for each in noises], texts[len(trials):])
-    return Behaviour([*found.tables, *([] if heard is None else [heard])], found.figures)
+    hypotheses = {row.id: row.hypothesis for row in brain.all_rows()}
+    texts = [hypotheses[name] for name in battery.ids]
+    options = request.label().strip("-")
+    behaviour = Behaviour.of(trials, texts[:len(trials)], rate, f", with {options}" if options else "")
+    noise_table = words_in_noises([name for name, _ in noises], [len(signal) / rate for _, signal in noises],
+                                  texts[len(trials):])
+    if noise_table is None:
+        return behaviour
+    return Behaviour([*behaviour.tables, noise_table], behaviour.figures)
+
+
+def _behaviour_clips(manifest: Manifest, rate: int) -> list[tuple[np.ndarray, str]]:
+    """Read utterances spread over the manifest, each with its text, and others for those that can't be read."""
+    clips: list[tuple[np.ndarray, str]] = []
+    for row_number in range(0, len(manifest), max(1, len(manifest) // BEHAVIOUR_CLIPS)):
+        if len(clips) == BEHAVIOUR_CLIPS:
+            break
+        row = manifest.row(row_number)
+        with contextlib.suppress(AudioError):
+            signal = read_utterance(row.wav, row.start, row.duration, sample_rate=rate, remote=manifest.remote)
+            clips.append((signal, row.text))
+    return clips
+
+
+def _user_noises(recipe: Recipe, rate: int) -> list[tuple[str, np.ndarray]]:
+    """Read stretches of the recordings of ``nonspeech``, in which somebody may speak, each with its name."""
+    nonspeech = vars(recipe.keys).get("nonspeech")
+    paths: list[str] = []
+    if nonspeech is not None and nonspeech.files is not None:
+        with contextlib.suppress(SbkitError):  # the folder may be gone or empty by now
+            paths = nonspeech.files.check()
+    # Each recording is tried in one place, and long ones in more while there is room: the first places come first.
+    rng = np.random.default_rng(0)
+    stretches: list[tuple[int, str, float, float]] = []  # turn, path, start, seconds of the recording
+    for path in paths[::max(1, math.ceil(len(paths) / BEHAVIOUR_NOISES))]:
+        with contextlib.suppress(AudioError):
+            seconds = audio_info(path)[0]
+            starts = rng.permutation(np.arange(0.0, max(seconds - 1, SECONDS), SECONDS)).tolist()
+            stretches += [(turn, path, start, seconds) for turn, start in enumerate(starts)]
+    noises = []
+    for _, path, start, seconds in sorted(stretches)[:BEHAVIOUR_NOISES]:
+        with contextlib.suppress(AudioError):
+            signal = read_audio(path, start=start, duration=min(SECONDS, seconds - start), sample_rate=rate)
+            noises.append((path if seconds <= SECONDS else f"{path}, from {start:.0f} s", signal))
+    return noises
 
 
 def write(scored: CheckpointResult, manifest: Manifest) -> str:
     """Write all files of a result; returns the command and rate of one of another checkpoint, corpus or search that it
     replaced."""
     folder = Path(scored.facts["folder"])
-    previous, replaced = stored_json(folder / RESULT), ""
+    previous = stored_json(folder / RESULT)
+    replaced = ""
     if previous and any(previous.get(key) != scored.facts.get(key) for key in _SCORED):
         replaced = f"{previous.get('command')} ({scored.metric} {previous.get(scored.metric, float('nan')):.2f})"
     with disk.writing_into(folder, "--to"):

@@ -42,7 +42,9 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
     bundles : opens the recogniser for the task's tests
     results_folder : the folder of the test's results
     """
-    keys, device, test_only = recipe.keys, config.device, config.run_opts.test_only
+    keys = recipe.keys
+    device = config.device
+    test_only = config.run_opts.test_only
     train = keys.rows_of_training(manifests["train"])
     logs = ranks.is_main() and not test_only  # about training
     encoder = recipe.task.encoder(keys)
@@ -52,7 +54,8 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
         evaluation_options.use_recogniser(brain, recogniser, bundles)
     flops = utilisation(brain, device, train) if logs else None
 
-    batching, columns = keys.batching, BatchColumns(recipe.task.columns, keys)
+    batching = keys.batching
+    columns = BatchColumns(recipe.task.columns, keys)
     epochs = keys.epoch_counter.limit
     progress = ranks.run_on_main(read_progress, brain.checkpointer, keys.epoch_counter)
     plan = Plan.of(train, batching, keys.augment, progress.epochs, batching.rounding(device.type, brain.compile),
@@ -67,10 +70,9 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
     train_set = TrainLoader(train, encoder, plan, augment=keys.augment, nonspeech=vars(keys).get("nonspeech"),
                             epochs=epochs, **options)
-    valid_set, test_set = (
-        EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **options)
-        for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))
-    )
+    options_of_evaluation = {"max_batch_seconds": batching.max_batch_seconds, **options}
+    valid_set = EvalLoader(manifests["dev"], encoder, augment=keys.valid_augment, **options_of_evaluation)
+    test_set = EvalLoader(manifests["test"], encoder, augment=keys.test_augment, **options_of_evaluation)
     if flops is not None and device.type == "cuda" and not train.has_urls:
         warn_of_slow_reading(brain, train_set, device)
 
@@ -80,16 +82,18 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
         ranks.run_on_main(restore.warn_unfinished, recipe)
     try:
         with train_set, valid_set:
-            resumed, last = not initial.fresh(keys), last_logged_step(keys.folder)
+            resumed = not initial.fresh(keys)
+            last_step = last_logged_step(keys.folder)
             if not resumed:
-                warn_of_lost_steps(brain, last, len(plan))
+                warn_of_lost_steps(brain, last_step, len(plan))
                 initial.load(brain)
                 old_set.score_before(recipe, brain)
-            brain.fit(_epochs(brain, guard, keys.epoch_counter, resumed, last), train_set, valid_set)
+            brain.fit(_epochs(brain, guard, keys.epoch_counter, resumed, last_step), train_set, valid_set)
         with test_set:
             brain.evaluate(test_set, **brain.metric.order)
     except OtherModel as error:
-        if not (changes := guard.changes()):
+        changes = guard.changes()
+        if not changes:
             raise
         raise SbkitError(f"the checkpoints in {keys.folder} are of another model; what has changed: "
                          f"{'; '.join(changes)}", hint=error.hint) from error
@@ -112,10 +116,10 @@ def _log_plan(plan: Plan, began_with: int, steps: int, utterances: int, epochs: 
                     "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.min_steps, note)
 
 
-def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool, last: int) -> Iterator[int]:
+def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool, last_step: int) -> Iterator[int]:
     """Yield the epochs. The first is requested once the newest checkpoint is loaded, and so the run begins.
 
-    last : the last step that earlier starts logged; those after the checkpoint are trained again
+    last_step : the last step that earlier starts logged; those after the checkpoint are trained again
     """
     changes = guard.changes()
     if resumed and changes:
@@ -125,10 +129,11 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
         logger.info("Epoch %d was the last, so only the test is left; a larger %s trains on", epochs.current, larger)
     elif resumed and ranks.is_main():
         state = brain.train_state
-        done = f", after {state.epoch_step} of its {state.epoch_steps} steps" if state.epoch_step else ""
-        lost = f". What was trained since the last checkpoint, up to step {last} of the run, is repeated"
-        logger.info("Continuing with epoch %d of %d%s%s", epochs.current + 1, epochs.limit, done,
-                    lost * (last > state.optimizer_step))
+        within = f", after {state.epoch_step} of its {state.epoch_steps} steps" if state.epoch_step else ""
+        repeated = ""
+        if last_step > state.optimizer_step:
+            repeated = f". What was trained since the last checkpoint, up to step {last_step} of the run, is repeated"
+        logger.info("Continuing with epoch %d of %d%s%s", epochs.current + 1, epochs.limit, within, repeated)
     if brain.metrics_log is not None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
         goes_on = bool(changes) and resumed and not larger
@@ -156,8 +161,9 @@ def before_run(command_line: CommandLine, needed: Sequence[str] = SPLITS) -> Nod
                    needed=needed)
     if report.errors:  # one message, so that torchrun's last lines have all of it
         problems = report.problems().replace(": error: ", ": ", 1)  # the command writes that in front
-        refused = {"syntax", "missing-key", "setting", "wrong-value", "no-output", "no-corpus"}  # without a check, too
-        skip = "" if refused & {each.code for each in report.errors} else "; --no-check skips this check"
+        refused_anyway = {"syntax", "missing-key", "setting", "wrong-value", "no-output", "no-corpus"}
+        can_skip = refused_anyway.isdisjoint(finding.code for finding in report.errors)
+        skip = "; --no-check skips this check" if can_skip else ""
         raise SbkitError(f"{problems}\n{report.verdict()}{skip}", exit_code=1)
     if report.problems():
         print(report.problems(), file=sys.stderr, flush=True)
@@ -167,10 +173,11 @@ def before_run(command_line: CommandLine, needed: Sequence[str] = SPLITS) -> Nod
 
 def before_training(recipe: Recipe, path: Path) -> None:
     """Check the labels of the prepared corpus against the model; ``path`` is the recipe's file."""
-    found, node = Findings(), Node(None, Place(str(path)), "")
-    recipe.task.check_labels(recipe.keys, recipe.keys.corpus.load(), found, {"corpus": node})
-    for finding in found:
+    findings = Findings()
+    node = Node(None, Place(str(path)), "")
+    recipe.task.check_labels(recipe.keys, recipe.keys.corpus.load(), findings, {"corpus": node})
+    for finding in findings:
         print(finding, file=sys.stderr, flush=True)
-    errors = [finding for finding in found if finding.severity == "error"]
+    errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise SbkitError("the labels don't fit the model", hint="--no-check trains on them anyway", exit_code=1)
