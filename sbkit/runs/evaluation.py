@@ -95,7 +95,7 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
     def corpus_of(split: str, folder: Path) -> Corpus:
         if request.on is None and request.data_root is None:
             return own.only_split(split, folder)
-        root = request.data_root
+        root: str | Path | None = request.data_root
         if root is None and _is_of(request.on or "", own):
             root = own.data_root
         own_names = {role: name for role, name in own.columns.items() if role in (columns or {})}

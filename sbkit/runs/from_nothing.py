@@ -23,7 +23,7 @@ def warning(run: Path, metric: Metric) -> str:
 
     A run counts if it has the same dev set; compared is the best validation within the same time of training.
     """
-    for other in sorted(each.parent for each in run.parent.glob(f"*/{TESTED}")):
+    for other in sorted(path.parent for path in run.parent.glob(f"*/{TESTED}")):
         try:
             same = filecmp.cmp(run / MANIFESTS / "dev.csv", other / MANIFESTS / "dev.csv", shallow=False)
             values = load.tree(other / RECIPE).texts()
@@ -31,30 +31,41 @@ def warning(run: Path, metric: Metric) -> str:
             continue
         if not same or any(values.get(key, "null") != "null" for key in ("init_from", "encoder_source", "pretrainer")):
             continue
-        own, curve = _curve(run, metric), _curve(other, metric)
-        if _is_behind(own, curve, metric) and not _is_behind(own[:-1], curve, metric):
-            seconds, value = own[-1]
-            its = [each for at, each in curve if at <= seconds][-1]
+        curve = _curve(run, metric)
+        other_curve = _curve(other, metric)
+        if _is_behind(curve, other_curve, metric) and not _is_behind(curve[:-1], other_curve, metric):
+            seconds, value = curve[-1]
+            other_value = _value_at(other_curve, seconds)
+            assert other_value is not None, "a curve is behind another only where that has a value"
             return (f"After {time_span(seconds)} of training the best dev {metric.name} is {value:.2f}. From random "
-                    f"weights {other} had {its:.2f} by then, so what this run starts from "
+                    f"weights {other} had {other_value:.2f} by then, so what this run starts from "
                     "does harm as it is used here: docs/how-to/finetune.md#when-it-wont-fit-or-wont-learn")
     return ""
 
 
 def _curve(run: Path, metric: Metric) -> Curve:
     try:
-        epochs = [(each.get("train_seconds"), each.get(f"valid_{metric.name}")) for each in data.read(run).epochs]
+        epochs = [(epoch.get("train_seconds"), epoch.get(f"valid_{metric.name}")) for epoch in data.read(run).epochs]
     except (SbkitError, OSError, ValueError, LookupError, TypeError):
         return []
-    known = [(seconds, value) for seconds, value in epochs if seconds is not None and value is not None]
+    validated = [(seconds, value) for seconds, value in epochs if seconds is not None and value is not None]
     best = min if metric.lower_is_better else max
-    return list(zip(itertools.accumulate(seconds for seconds, _ in known),
-                    itertools.accumulate((value for _, value in known), best), strict=True))
+    return list(zip(itertools.accumulate(seconds for seconds, _ in validated),
+                    itertools.accumulate((value for _, value in validated), best), strict=True))
 
 
-def _is_behind(own: Curve, curve: Curve, metric: Metric) -> bool:
-    known = [value for seconds, value in curve if seconds <= own[-1][0]] if own else []
-    if not known:
+def _value_at(curve: Curve, seconds: float) -> float | None:
+    """The best metric after that much training; None before the first validation."""
+    values = [value for at, value in curve if at <= seconds]
+    return values[-1] if values else None
+
+
+def _is_behind(curve: Curve, other_curve: Curve, metric: Metric) -> bool:
+    """Whether the last value of a curve is much worse than the other's by then."""
+    if not curve:
         return False
-    mine, its = own[-1][1], known[-1]
-    return mine > (1 + MUCH) * its if metric.lower_is_better else mine < (1 - MUCH) * its
+    seconds, value = curve[-1]
+    other_value = _value_at(other_curve, seconds)
+    if other_value is None:
+        return False
+    return value > (1 + MUCH) * other_value if metric.lower_is_better else value < (1 - MUCH) * other_value

@@ -24,19 +24,21 @@ def require(request: CommandLine) -> None:
     options["check"] = str(request.check)
     options["device"] = str(request.run_opts.device).partition(":")[0]
     texts = resolved(request.path, request.overrides).texts()
-    found = ranks.gather_objects((texts | options, set(request.overrides)))
-    first = found[0][0]
-    differing: list[tuple[str, dict[str, list[int]]]] = []
-    for key in dict.fromkeys(itertools.chain.from_iterable(each for each, _ in found)):
-        values: dict[str, list[int]] = {}
-        for rank, (each, _) in enumerate(found):
-            values.setdefault(each.get(key, "not given"), []).append(rank)
-        if len(values) > 1 and all(values != same for _, same in differing):  # not a copy by reference
-            differing.append((key, values))
+    gathered = ranks.gather_objects((texts | options, set(request.overrides)))
+    values_of_ranks = [values for values, _ in gathered]
+    differing: list[tuple[str, dict[str, list[int]]]] = []  # each key with its values, and the ranks that have them
+    for key in dict.fromkeys(itertools.chain.from_iterable(values_of_ranks)):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, values in enumerate(values_of_ranks):
+            ranks_by_value.setdefault(values.get(key, "not given"), []).append(rank)
+        # A key that differs in the same way as an earlier one is a copy of it by reference.
+        if len(ranks_by_value) > 1 and all(ranks_by_value != earlier for _, earlier in differing):
+            differing.append((key, ranks_by_value))
     if not differing:
         return
-    overridden = set().union(*(names for _, names in found))
-    differing.sort(key=lambda each: each[0].partition(".")[0] not in overridden and each[0] in first)
+    overridden = set().union(*(names for _, names in gathered))
+    # First those that somebody typed, or that the first rank lacks: the others follow from them.
+    differing.sort(key=lambda pair: pair[0].partition(".")[0] not in overridden and pair[0] in values_of_ranks[0])
     differences = [f"{key} is " + ", ".join(
         f"{value if len(value) <= _WIDTH else f'{value[:_WIDTH]}...'} on rank{'s'[:len(on) - 1]} "
         f"{', '.join(map(str, on))}" for value, on in values.items()) for key, values in differing[:_NAMED]]

@@ -37,7 +37,8 @@ def replaced(folder: Path, corpus: Corpus, splits: Sequence[str] = SPLITS) -> li
 
 def check(folder: Path, corpus: Corpus, split: str) -> None:
     """Raise if a split's manifest is not of the corpus that the run in ``folder`` was trained on."""
-    if not (other := _prepared_from_another(corpus)) and not replaced(folder, corpus, [split]):
+    other = _prepared_from_another(corpus)
+    if not other and not replaced(folder, corpus, [split]):
         return
     where = f", but was prepared from {other} since" if other else ""
     path = corpus.manifest_path(split)
@@ -51,11 +52,11 @@ def _prepared_from_another(corpus: Corpus) -> Path | None:
 
 
 def _recorded(folder: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
+    checksums_by_split: dict[str, str] = {}
     # The fallback for runs that were tested before starts recorded their manifests.
     of_test = (stored_json(folder / TESTED).get("of") or {}).get("manifest")
     if isinstance(of_test, str):
-        found["test"] = of_test
+        checksums_by_split["test"] = of_test
     path = folder / METRICS
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -63,5 +64,5 @@ def _recorded(folder: Path) -> dict[str, str]:
                 if '"kind": "run"' not in line:
                     continue
                 with contextlib.suppress(ValueError, AttributeError):  # a line that a kill cut
-                    found |= json.loads(line).get(MANIFESTS) or {}
-    return found
+                    checksums_by_split |= json.loads(line).get(MANIFESTS) or {}
+    return checksums_by_split
