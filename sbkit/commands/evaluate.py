@@ -72,8 +72,25 @@ def _bound(text: str) -> tuple[str, float]:
     raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE: write EER=5")
 
 
-def run(args: argparse.Namespace) -> int:
+def _refuse_missing_inputs(args: argparse.Namespace) -> None:
+    """Refuse files and folders that aren't there, before torch is imported and the run is opened, which takes seconds.
+    """
+    from sbkit.data.sources import ONE_SPLIT, check_exists
+    from sbkit.decode import arpa, search_options
+    from sbkit.export import layout
+
     require_run(args.run)
+    if args.on is not None and not args.on.startswith("{"):  # a mapping is refused later, by what it would need
+        check_exists({"test": args.on} if args.on.endswith(ONE_SPLIT) else args.on)
+    if args.lm is not None:
+        arpa.check_exists(args.lm)
+    search_options.hot_words(args.hot_words)
+    if args.recogniser is not None:
+        layout.read(args.recogniser)
+
+
+def run(args: argparse.Namespace) -> int:
+    _refuse_missing_inputs(args)
     check_torch()
     from sbkit.runs.evaluation_request import EvaluateRequest
 

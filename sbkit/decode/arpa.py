@@ -66,14 +66,18 @@ def _words(model: NGram, ids: np.ndarray) -> Iterator[str]:
     return map(model.words.__getitem__, ids.tolist())
 
 
+def check_exists(path: str | Path) -> None:
+    """Refuse a model that isn't there, without reading it."""
+    if not Path(path).exists():
+        raise SbkitError(f"{path}: there is no such language model", hint="sbkit lm estimates one from text")
+
+
 def read(path: str | Path) -> NGram:
     """Read a model, ``.gz`` or plain; raises ``SbkitError`` for a damaged file."""
     path = Path(path)
+    check_exists(path)
     try:
         data = untrusted.unpack(path, _MAX_BYTES)
-    except FileNotFoundError:
-        raise SbkitError(f"{path}: there is no such language model",
-                         hint="sbkit lm estimates one from text") from None
     except EOFError:
         raise SbkitError(f"{path} is truncated: its compressed data ends too early",
                          hint="download it again or write it again") from None
