@@ -14,7 +14,7 @@ from sbkit.nn import attention_kernel
 from sbkit.nn.attention_kernel import kernel
 from sbkit.nn.fast.attention import padded
 from sbkit.recipe.build import Built
-from sbkit.recipe.check import _attention
+from sbkit.recipe.cost_check import attention_remarks
 from sbkit.recipe.source import Findings
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -68,7 +68,7 @@ def test_a_run_is_told_of_it_and_warned_of_a_size_that_no_fused_kernel_takes(car
 def test_the_check_of_a_recipe_tells_it_too(card, accelerate, warnings):
     findings = Findings()
     traced = SimpleNamespace(keys=SimpleNamespace(accelerate=accelerate), built=Built(findings, "."))
-    (line,) = _attention(traced, SimpleNamespace(roots={"model": RoPEMHA(36, 1)}), card, "bf16", findings)
+    (line,) = attention_remarks(traced, SimpleNamespace(roots={"model": RoPEMHA(36, 1)}), card, "bf16", findings)
     assert line.startswith("attention on cuda:0: torch's ") and len(findings) == warnings
 
 

@@ -103,7 +103,7 @@ def test_what_was_measured_is_one_line(planned, expected):
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_step_on_a_gpu_takes_at_least_as_long_as_its_launches(tmp_path, monkeypatch):
-    for module in speed, sys.modules["sbkit.recipe.check"]:
+    for module in speed, sys.modules["sbkit.recipe.cost_check"]:
         monkeypatch.setattr(module, "limits_of", lambda device, precision: speed.Speed(989e12, 3.35e12))
     Manifest(ids=["a", "b"], durations=[5.0, 10.0], wavs=["a.wav"] * 2, texts=["a", "b"]).write(tmp_path / "train.csv")
 

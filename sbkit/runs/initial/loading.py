@@ -15,6 +15,7 @@ from speechbrain.utils.checkpoints import CKPT_PREFIX
 from sbkit.errors import SbkitError
 from sbkit.nn import adapters
 from sbkit.nn.pretrained import Encoder
+from sbkit.nn.pretrained.source import names_model
 from sbkit.recipe.keys import Task
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.report import Section
@@ -197,14 +198,24 @@ def checkpoints_of(trace: Trace) -> list[Path]:
 def check_start(trace: Trace, findings: Findings) -> Section | None:
     """Report a source that is missing or doesn't fit; a run with a checkpoint needs none.
 
+    Without a Brain, because other mistakes keep it from being built, only the source itself is checked.
+
     Returns a table of which tensors the run will take.
     """
-    if trace.brain is None or trace.keys.init_from is None:
+    keys = trace.keys
+    if keys is None:  # of the keys of every task, at least those that were built are there
+        hparams = trace.built.hparams
+        keys = None if TaskKeys.wrong(hparams) else TaskKeys.read(hparams)
+    if keys is None or keys.init_from is None or checkpoints_of(trace):
         return None
-    if checkpoints_of(trace):
-        return None
+    if trace.brain is None and any(finding.key == "init_from" for finding in findings):
+        return None  # it clashes with another key, or is reported as wrong
     try:
-        described, outcomes = check(trace.keys, trace.brain)
+        if trace.brain is None:
+            if not names_model(keys.init_from):  # one on the hub would be downloaded for a run that can't start
+                _find_source(keys)
+            return None
+        described, outcomes = check(keys, trace.brain)
     except SbkitError as error:
         nodes, (key, _, message) = trace.built.nodes, error.message.partition(": ")
         key, message = (key, message) if key in nodes and key.startswith("init_") else ("init_from", error.message)
