@@ -10,16 +10,26 @@ import os
 import shlex
 import sys
 import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sbkit.commands.options import RUNS_CODE, require_run, share
 from sbkit.data import publish
 from sbkit.errors import SbkitError
 
+if TYPE_CHECKING:
+    from sbkit.recipe.arguments import CommandLine
+    from sbkit.score.report.data import RunData
+
 NOT_BETTER = 1  # exit code
 #: Hallucinated words per minute on non-speech that a model may write, unless it wrote as many before.
 MAX_SILENCE = 1.0
-SAME_LENGTH = 0.06  # seconds
+#: Seconds by which the durations of two codings of one recording may differ.
+SAME_LENGTH = 0.06
+#: With fewer, there would be none to train on, to validate and to test.
+MIN_SENTENCES = 3
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -41,65 +51,75 @@ def add(parser: argparse.ArgumentParser) -> None:
                              "batching.min_steps=500 (repeatable)")
 
 
-def _usable(kept: Path, manifests: Path, out: Path) -> Path:
-    """Write the corrections that the run can be trained and judged with, and warn of the others, by reason."""
-    from sbkit.data.manifest import Manifest
-    from sbkit.data.splits import SPLITS
-    from sbkit.recipe.report import listed
-    from sbkit.system.console import atomic_write
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be improved, with what, and where the work goes."""
 
-    def letters(text: str) -> str:
-        return "".join(each for each in unicodedata.normalize("NFC", text.casefold()) if each.isalnum())
+    run: Path
+    of_bundle: bool
+    """Whether that run was found by its bundle."""
+    bundle: Path
+    """The bundle to publish."""
+    source: Path
+    is_corrections: bool
+    """Whether the source is a file of ``sbkit serve --corrections``; otherwise it is a corpus of any kind."""
+    mark: str
+    """A hash of the source: other corrections, other work. The same command resumes, and a new row begins anew from the
+    old model."""
+    work: Path
+    replay: float
+    values: Sequence[str]
+    """What ``--set`` gives, as ``KEY=VALUE``."""
 
-    known, held_out = set[str](), dict[str, list[float]]()
-    for file in filter(Path.is_file, (manifests / f"{split}.csv" for split in SPLITS)):
-        manifest = Manifest.read(file)
-        for text, seconds in zip(manifest.texts, manifest.durations, strict=True):
-            if file.stem == "train":
-                known.update(letters(text))
-            else:
-                held_out.setdefault(letters(text), []).append(float(seconds))
-    usable, left_out = [], dict[str, list[str]]()
-    lines = kept.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            row = json.loads(line)
-            text, path = letters(row["text"]), kept.parent / row["audio_filepath"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if number == len(lines):  # without its end: a server is writing it, or was killed meanwhile
-                continue
-            raise SbkitError(f"{kept}, line {number} is no correction: {error!r}", hint=(
-                'write {"audio_filepath": ..., "text": ...}, as sbkit serve --corrections does')) from None
-        # A recording that the server wrote anew has another name and other bytes, but its words and, but for the
-        # coding's padding, its length.
-        lengths = held_out.get(text, [])
-        if not text:
-            why = "without words"
-        elif sum(each in known for each in text) < len(text) / 2:
-            why = "in another script than the run's texts"
-        elif foreign := set(text) - known:
-            why = f"with letters that the run's texts lack ({listed(sorted(foreign)[:5])}): write what is spoken"
-        elif any(abs(row.get("duration", math.inf) - each) < SAME_LENGTH for each in lengths):
-            why = "recordings of the run's own dev or test, which has to stay unseen"
-        else:
-            usable.append(row | {"audio_filepath": str(path.resolve())})
-            continue
-        left_out.setdefault(why, []).append(str(row.get("id", row["audio_filepath"])))
-    reasons = [f"{len(names)} {why}: {', '.join(names[:3])}" for why, names in left_out.items()]
-    sentences = len({letters(row["text"]) for row in usable})
-    if sentences < 3:
-        raise SbkitError(f"{kept} has {len(usable)} usable corrections of {sentences} "
-                         f"sentence{'s' * (sentences != 1)}" + "".join(f"; {each}" for each in reasons),
-                         hint="correct recordings of more sentences: a tenth of them is the test, and a tenth the dev")
-    if reasons:
-        print("corrections left out:", *reasons, sep="\n  ", file=sys.stderr)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in usable)
-    if not out.is_file() or out.read_text(encoding="utf-8") != text:  # as it was, a run that is resumed knows it
-        with atomic_write(out) as written:
-            written.write(text)
-    return out
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> _Plan:
+        """Plan what the command line asks for; refuses what can't be."""
+        run: Path = args.run
+        bundle: Path | None = args.to
+        of_bundle = (run / "config.json").is_file()
+        if of_bundle:
+            bundle = args.to or run
+            run = _run_of(args.run)
+        if bundle is None:
+            raise SbkitError("--to BUNDLE is missing", hint="name the bundle to publish")
+
+        file = args.corrections / "corrections.jsonl" if args.corrections.is_dir() else args.corrections
+        is_corrections = file.name == "corrections.jsonl" and file.is_file()
+        source = file if is_corrections else args.corrections
+        _check_arguments(args, bundle, source, is_corrections)
+
+        content = source.read_bytes() if source.is_file() else str(source.resolve()).encode()
+        mark = hashlib.sha256(content).hexdigest()[:8]
+        folder = Path(os.path.abspath(run))  # "." has no name
+        work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
+        return cls(run, of_bundle, bundle, source, is_corrections, mark, work, args.replay, args.values)
+
+    @property
+    def new_run(self) -> Path:
+        return self.work / "run"
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe of the new run."""
+        return self.work / "recipe.yaml"
+
+    @property
+    def head(self) -> str:
+        """The first line of that recipe, which says to which corrections its run is due."""
+        return f"# with the corrections {self.mark}\n"
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether the bundle's run is the one that these corrections have led to."""
+        recipe = Path(os.path.abspath(self.run)).parent / "recipe.yaml"
+        return self.of_bundle and recipe.is_file() and recipe.read_text(encoding="utf-8").startswith(self.head)
+
+    @property
+    def new_test(self) -> Path:
+        """The manifest of the corrections that are kept for the test."""
+        from sbkit.score.run_files import MANIFESTS
+
+        return (self.new_run / MANIFESTS / "new" / "test.csv").resolve()
 
 
 def _run_of(bundle: Path) -> Path:
@@ -118,138 +138,287 @@ def _run_of(bundle: Path) -> Path:
     return run
 
 
+def _check_arguments(args: argparse.Namespace, bundle: Path, source: Path, is_corrections: bool) -> None:
+    from sbkit.data.sources import check_exists
+    from sbkit.export import layout
+
+    if not source.exists():
+        raise SbkitError(f"--with: there is no {args.corrections}", hint="sbkit serve --corrections FOLDER makes one")
+    for replaced in (bundle, publish.previous(bundle)):
+        layout.FOLDER.check_replaceable(replaced)
+    for value in args.values:
+        if "=" not in value:
+            raise SbkitError(f"--set {value}: write KEY=VALUE")
+    if not is_corrections:
+        try:
+            check_exists(source)
+        except SbkitError as error:
+            raise SbkitError(f"--with: {source} has no corrections, and is no corpus: {error.message}", hint=(
+                "name the folder of sbkit serve --corrections, or a list of recordings and texts")) from error
+
+
 def run(args: argparse.Namespace) -> int:
     from sbkit.export import layout
 
     # First, because a process that was killed may have left the bundle beside its place.
     publish.clean_up((args.to or args.run).resolve(), layout.FOLDER)
     require_run(args.run)
-    if named := (args.run / "config.json").is_file():
-        args.to, args.run = args.to or args.run, _run_of(args.run)
-    if args.to is None:
-        raise SbkitError("--to BUNDLE is missing", hint="name the bundle to publish")
-    kept = args.corrections / "corrections.jsonl" if args.corrections.is_dir() else args.corrections
-    corrected = kept.name == "corrections.jsonl" and kept.is_file()  # otherwise any corpus
-    source = kept if corrected else args.corrections
-    if not source.exists():
-        raise SbkitError(f"--with: there is no {args.corrections}", hint="sbkit serve --corrections FOLDER makes one")
-    for replaced in (args.to, publish.previous(args.to)):
-        layout.FOLDER.check_replaceable(replaced)
-    for value in args.values:
-        if "=" not in value:
-            raise SbkitError(f"--set {value}: write KEY=VALUE")
-    if not corrected:
-        from sbkit.data.sources import check_exists
-
-        try:
-            check_exists(source)
-        except SbkitError as error:
-            raise SbkitError(f"--with: {source} has no corrections, and is no corpus: {error.message}", hint=(
-                "name the folder of sbkit serve --corrections, or a list of recordings and texts")) from error
-    # Other corrections, other work: the same command resumes, and a new row begins anew from the old model.
-    mark = hashlib.sha256(source.read_bytes() if source.is_file() else str(source.resolve()).encode()).hexdigest()[:8]
-    folder = Path(os.path.abspath(args.run))  # "." has no name
-    first = f"# with the corrections {mark}\n"  # of the recipe beside the run that they have led to
-    led_to = folder.parent / "recipe.yaml"
-    if named and led_to.is_file() and led_to.read_text(encoding="utf-8").startswith(first):
-        print(f"{args.to} has learnt these corrections already")
+    plan = _Plan.of(args)
+    if plan.is_learnt:
+        print(f"{plan.bundle} has learnt these corrections already")
         return 0
-    work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
-    new, recipe = work / "run", work / "recipe.yaml"
-    if folder.resolve() == new.resolve():  # its recipe would begin from itself
-        raise SbkitError(f"--work: {work} has the run that is to be improved, {folder}",
+    if plan.run.resolve() == plan.new_run.resolve():  # its recipe would begin from itself
+        raise SbkitError(f"--work: {plan.work} has the run that is to be improved, {os.path.abspath(plan.run)}",
                          hint="leave --work out, or name another folder")
 
-    from sbkit.system.environment import check_torch, training_command
+    from sbkit.system.environment import check_torch
 
     check_torch()
+    _train(plan)
+    why_not = _judge(plan)
+    if why_not:
+        print(f"not published, {plan.bundle} is as it was:", *why_not, sep="\n  ", file=sys.stderr)
+        return NOT_BETTER
+    _publish(plan)
+    return 0
+
+
+# ------------------------------------------------------------ the corrections
+
+
+def _letters(text: str) -> str:
+    """A text without case, spaces and punctuation."""
+    return "".join(letter for letter in unicodedata.normalize("NFC", text.casefold()) if letter.isalnum())
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The texts of a run, as ``_letters``."""
+
+    letters: set[str]
+    """Those of its training set."""
+    held_out: dict[str, list[float]]
+    """The durations of the recordings of each text of dev and test."""
+
+    @classmethod
+    def of(cls, manifests: Path) -> _Texts:
+        from sbkit.data.manifest import Manifest
+        from sbkit.data.splits import SPLITS
+
+        texts = cls(set(), {})
+        for split in SPLITS:
+            file = manifests / f"{split}.csv"
+            if not file.is_file():
+                continue
+            manifest = Manifest.read(file)
+            for text, seconds in zip(manifest.texts, manifest.durations, strict=True):
+                if split == "train":
+                    texts.letters.update(_letters(text))
+                else:
+                    texts.held_out.setdefault(_letters(text), []).append(float(seconds))
+        return texts
+
+    def why_unusable(self, correction: dict[str, Any]) -> str:
+        """Why the run can't be trained and judged with a correction; empty if it can."""
+        from sbkit.recipe.report import listed
+
+        text = _letters(correction["text"])
+        if not text:
+            return "without words"
+        if sum(letter in self.letters for letter in text) < len(text) / 2:
+            return "in another script than the run's texts"
+        foreign = set(text) - self.letters
+        if foreign:
+            return f"with letters that the run's texts lack ({listed(sorted(foreign)[:5])}): write what is spoken"
+        # A recording that the server wrote anew has another name and other bytes, but its words and, except for the
+        # coding's padding, its length.
+        seconds = correction.get("duration", math.inf)
+        if any(abs(seconds - length) < SAME_LENGTH for length in self.held_out.get(text, [])):
+            return "recordings of the run's own dev or test, which has to stay unseen"
+        return ""
+
+
+def _write_usable(source: Path, manifests: Path, out: Path) -> None:
+    """Write the corrections that the run can be trained and judged with, and warn of the others, by reason.
+
+    manifests : the folder with those of the run
+    """
+    from sbkit.system.console import atomic_write
+
+    texts = _Texts.of(manifests)
+    usable = []
+    left_out: dict[str, list[str]] = {}
+    for correction in _corrections(source):
+        why = texts.why_unusable(correction)
+        if why:
+            left_out.setdefault(why, []).append(str(correction.get("id", correction["audio_filepath"])))
+        else:
+            path = source.parent / correction["audio_filepath"]
+            usable.append(correction | {"audio_filepath": str(path.resolve())})
+
+    reasons = [f"{len(names)} {why}: {', '.join(names[:3])}" for why, names in left_out.items()]
+    sentences = len({_letters(correction["text"]) for correction in usable})
+    if sentences < MIN_SENTENCES:
+        raise SbkitError(f"{source} has {len(usable)} usable corrections of {sentences} "
+                         f"sentence{'s' * (sentences != 1)}" + "".join(f"; {reason}" for reason in reasons),
+                         hint="correct recordings of more sentences: a tenth of them is the test, and a tenth the dev")
+    if reasons:
+        print("corrections left out:", *reasons, sep="\n  ", file=sys.stderr)
+
+    lines = "".join(json.dumps(correction, ensure_ascii=False) + "\n" for correction in usable)
+    # A file that would be the same stays, so that a run that is resumed knows it.
+    if not out.is_file() or out.read_text(encoding="utf-8") != lines:
+        with atomic_write(out) as file:
+            file.write(lines)
+
+
+def _corrections(source: Path) -> list[dict[str, Any]]:
+    """Read a file of corrections; each has a text and the path of its recording."""
+    corrections = []
+    lines = source.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            correction = json.loads(line)
+            _letters(correction["text"])
+            source.parent / correction["audio_filepath"]  # raises if it is no path
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(lines):  # without its end: a server is writing it, or was killed meanwhile
+                continue
+            raise SbkitError(f"{source}, line {number} is no correction: {error!r}", hint=(
+                'write {"audio_filepath": ..., "text": ...}, as sbkit serve --corrections does')) from None
+        corrections.append(correction)
+    return corrections
+
+
+# ------------------------------------------------------------ training, and what came of it
+
+
+def _train(plan: _Plan) -> None:
+    """Train the run on, in a process of its own; the same command resumes one that was killed."""
     import torch
 
-    from sbkit.commands.evaluate import evaluate
-    from sbkit.export.bundle import ExportRequest, export
-    from sbkit.infer.bundles import BundleLoader
     from sbkit.recipe import arguments, writing
+    from sbkit.runs import restore
+    from sbkit.score.run_files import MANIFESTS, RECIPE
+    from sbkit.system import processes
+    from sbkit.system.console import atomic_write
+    from sbkit.system.environment import training_command
+
+    task = restore.read_run(plan.run).task
+    if not task.writes_words:
+        raise SbkitError(f"{plan.run} is no recogniser's run: it trained {task.__name__}",
+                         hint="words are corrected, so name a run that writes some")
+    request = arguments.parse([str(plan.run / RECIPE), *(f"--{value}" for value in plan.values)])
+    _check_values(request)
+
+    source = plan.source
+    if plan.is_corrections:
+        source = plan.work / "corrections.jsonl"
+        _write_usable(plan.source, plan.run / MANIFESTS, source)
+    tree = restore.moved_recipe(plan.run / RECIPE, plan.new_run.resolve(), request.overrides)
+    with atomic_write(plan.recipe) as file:
+        file.write(plan.head + writing.text(tree))
+
+    devices = max(1, torch.cuda.device_count())
+    with processes.child(training_command(_training_words(plan, source), devices)) as training:
+        code = training.wait()
+    if code:
+        raise SbkitError(f"the new run ended with code {code}: {plan.new_run}", exit_code=1,
+                         hint="its messages above say why" + ("" if code == 2 else "; the same command resumes it"))
+
+
+def _check_values(request: CommandLine) -> None:
+    """Refuse values of ``--set`` that a check of the run's recipe complains of.
+
+    What is wrong in the recipe itself the run has had as well.
+    """
     from sbkit.recipe.check import check
     from sbkit.recipe.report import COMMAND_LINE
-    from sbkit.runs import restore
-    from sbkit.runs.evaluation_request import EvaluateRequest
+
+    report = check(request.path, request.overrides, run_opts=request.run_opts, run=False)
+    for finding in [*report.errors, *report.warnings]:
+        if finding.file == COMMAND_LINE:
+            raise SbkitError(f"--set {finding.key.removeprefix('--')}: {finding.message}",
+                             hint=finding.suggestion.replace("--", "--set ") or None)
+
+
+def _training_words(plan: _Plan, source: Path) -> list[str]:
+    """The words of ``sbkit train`` for the new run; what ``--set`` gives comes instead of what is given here."""
+    from sbkit.recipe import arguments
+
+    # A recipe as it ran has no references left: its corpus is named where it is read.
+    keys = {"init_from": plan.run.resolve(), "init_tokenizer": "keep", "replay": f"{plan.replay:g}",
+            "corpus.source": source.resolve(),
+            **dict.fromkeys(("corpus.splits", "corpus.columns", "corpus.data_root", "corpus.exclude"), "null")}
+    set_keys = {value.partition("=")[0] for value in plan.values}
+    ours = arguments.without([f"--{key}={value}" for key, value in keys.items()], set_keys)
+    return [str(plan.recipe), "--no-check", *ours, *(f"--{value}" for value in plan.values)]
+
+
+def _judge(plan: _Plan) -> list[str]:
+    """Score the old and the new model, print a table of both, and return the reasons not to publish the new one."""
     from sbkit.score.behaviour import SILENCE
     from sbkit.score.report import data
     from sbkit.score.report.page import write_report
-    from sbkit.score.run_files import MANIFESTS, RECIPE
     from sbkit.score.significance import compare
-    from sbkit.system import processes
-    from sbkit.system.console import atomic_write, counted, table
+    from sbkit.system.console import counted, table
 
-    if not (task := restore.read_run(args.run).task).writes_words:
-        raise SbkitError(f"{args.run} is no recogniser's run: it trained {task.__name__}",
-                         hint="words are corrected, so name a run that writes some")
-    given = [f"--{value}" for value in args.values]
-    request = arguments.parse([str(args.run / RECIPE), *given])
-    report = check(request.path, request.overrides, run_opts=request.run_opts, run=False)
-    for found in [*report.errors, *report.warnings]:
-        if found.file == COMMAND_LINE:  # what is wrong in the recipe, the run has had as well
-            raise SbkitError(f"--set {found.key.removeprefix('--')}: {found.message}",
-                             hint=found.suggestion.replace("--", "--set ") or None)
-    if corrected:
-        source = _usable(kept, args.run / MANIFESTS, work / "corrections.jsonl")
-    text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve(), request.overrides))
-    with atomic_write(recipe) as file:
-        file.write(first + text)
-    # A recipe as it ran has no references left: its corpus is named where it is read.
-    keys = {"init_from": args.run.resolve(), "init_tokenizer": "keep", "replay": f"{args.replay:g}",
-            "corpus.source": source.resolve(),
-            **dict.fromkeys(("corpus.splits", "corpus.columns", "corpus.data_root", "corpus.exclude"), "null")}
-    own = arguments.without([f"--{key}={value}" for key, value in keys.items()],
-                            {value.partition("=")[0] for value in args.values})
-    words = [str(recipe), "--no-check", *own, *given]
-    with processes.child(training_command(words, max(1, torch.cuda.device_count()))) as training:
-        code = training.wait()
-    if code:
-        raise SbkitError(f"the new run ended with code {code}: {new}", exit_code=1,
-                         hint="its messages above say why" + ("" if code == 2 else "; the same command resumes it"))
-
-    scores = {}
-    for name, scored in ("before", args.run), ("after", new):
-        out = work / name
-        evaluate(EvaluateRequest(scored, on=str((new / MANIFESTS / "new" / "test.csv").resolve()), name="new", out=out,
-                                 behaviour=True))
-        scores[name] = data.read(out / "new-best")
-    before, after = scores["before"].results, scores["after"].results
-    assert before is not None and after is not None, "they were just written"
-    of_new = compare(before.words, after.words)
-    silence = [each.scored["behaviour"][SILENCE] for each in scores.values()]
-    old_test = data.read(new).old_test
+    before = _evaluated(plan, plan.run, "before")
+    after = _evaluated(plan, plan.new_run, "after")
+    assert before.results is not None and after.results is not None, "they were just written"
+    new_test = compare(before.results.words, after.results.words)
+    old_test = data.read(plan.new_run).old_test
     assert old_test is not None, "training with replay wrote it"
     old, now = old_test
-    page = write_report(scores["after"].folder, against=scores["before"].folder)
+    silence_before, silence_after = (model.scored["behaviour"][SILENCE] for model in (before, after))
+    page = write_report(after.folder, against=before.folder)
 
     why_not = []
-    if not (of_new.better and of_new.significant):
+    if not (new_test.better and new_test.significant):
         # The permutation test decides. The bounds of the bootstrap may exclude 0 all the same, so they are left out.
-        cause = of_new.too_few or f"p = {of_new.p_value:.2g}, and below 0.05 is significant"
-        why_not.append(f"the new test is not significantly better ({of_new.difference:+.2f} points of WER on "
-                       f"{counted(len(after.words.ids), 'utterance')}): {cause}; correct more recordings")
+        cause = new_test.too_few or f"p = {new_test.p_value:.2g}, and below 0.05 is significant"
+        why_not.append(f"the new test is not significantly better ({new_test.difference:+.2f} points of WER on "
+                       f"{counted(len(after.results.words.ids), 'utterance')}): {cause}; correct more recordings")
     if old.is_worse(now):
         why_not.append(f"{old.describe(now)}: a larger --replay keeps more of it")
-    if silence[1] > max(MAX_SILENCE, silence[0]):
-        why_not.append(f"it writes {silence[1]:.1f} hallucinated words per minute on non-speech: train with nonspeech")
+    if silence_after > max(MAX_SILENCE, silence_before):
+        why_not.append(f"it writes {silence_after:.1f} hallucinated words per minute on non-speech: "
+                       "train with nonspeech")
+
     low, high = old.interval
     print(table(["", "before", "after", ""], [
-        ["new test, WER %", f"{of_new.rate_a:.2f}", f"{of_new.rate_b:.2f}", str(of_new)],
+        ["new test, WER %", f"{new_test.rate_a:.2f}", f"{new_test.rate_b:.2f}", str(new_test)],
         [f"old test, {old.metric} %", f"{old.before:.2f} ({low:.2f} to {high:.2f})", f"{now:.2f}",
          "worse" if old.is_worse(now) else "not worse"],
-        ["non-speech, words per minute", *(f"{each:.1f}" for each in silence), ""]]))
+        ["non-speech, words per minute", f"{silence_before:.1f}", f"{silence_after:.1f}", ""]]))
     print(f"what changed, to hear: {page}")
-    if why_not:
-        print(f"not published, {args.to} is as it was:", *why_not, sep="\n  ", file=sys.stderr)
-        return NOT_BETTER
-    replaces, config, published = args.to.exists(), args.to / "config.json", work / "published.json"
-    if replaces and published.is_file() and published.read_bytes() == config.read_bytes():
-        print(f"{args.to} is that model already")  # once more, it would be the bundle to go back to, too
-        return 0
-    export(ExportRequest(new, args.to, force=True, keep_previous=True, mark=published), BundleLoader())
+    return why_not
+
+
+def _evaluated(plan: _Plan, run: Path, name: str) -> RunData:
+    """Score a run on the corrections that are kept for the test, and on non-speech, in a folder of this name."""
+    from sbkit.commands.evaluate import evaluate
+    from sbkit.runs.evaluation_request import EvaluateRequest
+    from sbkit.score.report import data
+
+    out = plan.work / name
+    evaluate(EvaluateRequest(run, on=str(plan.new_test), name="new", out=out, behaviour=True))
+    return data.read(out / "new-best")
+
+
+def _publish(plan: _Plan) -> None:
+    """Export the new run as the bundle, unless it is that model already."""
+    from sbkit.export.bundle import ExportRequest, export
+    from sbkit.infer.bundles import BundleLoader
+
+    replaces = plan.bundle.exists()
+    published = plan.work / "published.json"  # a copy of the config.json of the bundle that was published
+    if replaces and published.is_file() and published.read_bytes() == (plan.bundle / "config.json").read_bytes():
+        print(f"{plan.bundle} is that model already")  # once more, it would be the bundle to go back to, too
+        return
+    export(ExportRequest(plan.new_run, plan.bundle, force=True, keep_previous=True, mark=published), BundleLoader())
     if replaces:
-        print(f"a server of {args.to} takes it by itself, within seconds and without losing a request; back: "
-              f"sbkit rollback {shlex.quote(str(args.to))}")
-    return 0
+        print(f"a server of {plan.bundle} takes it by itself, within seconds and without losing a request; back: "
+              f"sbkit rollback {shlex.quote(str(plan.bundle))}")
