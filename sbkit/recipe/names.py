@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from sbkit.recipe.files import COPIED, Files, keys
 from sbkit.recipe.keys import Declared, is_task
@@ -87,60 +87,106 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         return
     cls = brain_class(root)
     read, tested = hparams_read(cls) if cls is not None else (set(), set())
-    known = declared(root)
-    useful = set(known) | set(RUN_OPTIONS) | read | tested
+    useful = {*declared(root), *RUN_OPTIONS, *read, *tested}
     useful |= {key for key in referred if key in root.value}
-    holders = Counter(child for node in root.walk() for child in node.children())
-    useful |= {key for key, node in root.value.items() if holders[node] > 1}  # an anchor that an alias names
+    useful |= _named_by_alias(root)
     reported = {finding.key for finding in findings}
-    missing = read - set(root.value) | reported  # reported as missing, with similar names
-    for key in root.value:
+    missing = read - set(root.value)  # each is reported with names that are similar to it
+    unread = _UnreadKeys(root, cls, useful, missing | reported, has_references=bool({*referred} - {*COPIED, ""}))
+
+    for key, node in root.value.items():
         if not isinstance(key, str) or key in useful | reported or key.startswith("__"):
             continue
-        if root.value[key].tag.startswith("!apply"):  # calling it is its effect
+        if node.tag.startswith("!apply"):  # calling it is its effect
             continue
-        place = root.place_of(key)
         owner, dot, part = key.partition(".")
         if dot and owner in root.value:  # as on the command line, but a file is read as YAML
             inside = "".join(f"{{{name}: " for name in part.split(".")) + "..." + "}" * (part.count(".") + 1)
-            findings.error("unread-key", place, key, f"in a file this is a separate key, not a part of {owner}",
+            findings.error("unread-key", root.place_of(key), key,
+                           f"in a file this is a separate key, not a part of {owner}",
                            f"write it inside, {owner}: {inside}, or use --{key} on the command line")
             continue
-        beside = {each for each in useful if each in root.value and root.place_of(each).file == place.file}
-        options = useful - beside - missing
-        # two keys in one file mean different things, unless only a letter differs
-        near = did_you_mean(key, options, cutoff=0.75) or did_you_mean(key, beside - missing, cutoff=0.95)
-        if not near and (not is_task(cls) or root.value[key].value is None):
-            continue  # a user's script may read any key, and null leaves out what an included recipe has
-        longer = sorted(each for each in options if each.startswith(f"{key}_"))
-        holder = next((name for name, node in root.value.items()
-                       if isinstance(node.value, dict) and key in node.value), "")
+        unread.report(key, findings)
+
+
+def _named_by_alias(root: Node) -> set[str]:
+    """The keys whose values an alias of YAML puts at other places, too."""
+    holders = Counter(child for node in root.walk() for child in node.children())
+    return {key for key, node in root.value.items() if holders[node] > 1}
+
+
+class _UnreadKeys(NamedTuple):
+    """What has to be known of a recipe to report its keys that nothing reads."""
+
+    root: Node
+    cls: type | None
+    """The class under ``brain``."""
+    useful: Collection[str]
+    """Keys that something reads, whether the recipe has them or not."""
+    reported: Collection[str]
+    """Keys that are reported elsewhere, as missing or as wrong."""
+    has_references: bool
+    """Whether it has references, except those that a run's own recipe gets when it is read again."""
+
+    def report(self, key: str, findings: Findings) -> None:
+        """Report a key that nothing reads, unless code that isn't seen here may."""
+        root = self.root
+        place = root.place_of(key)
+        on_command_line = not place.line
+        near, hint = self._suggestion(key)
+        if not near and (not is_task(self.cls) or root.value[key].value is None):
+            return  # a user's script may read any key, and null leaves out what an included recipe has
+
+        # Any code may read a key of a Brain that isn't sbkit's, by names that aren't seen here.
+        is_ours = self.cls is not None and self.cls.__module__.startswith("sbkit.")
+        if on_command_line and is_ours:
+            findings.error("unread-key", Place(), f"--{key}",
+                           "it would change nothing: nothing reads this key, and no reference names it", hint)
+        elif self._holder(key) and not on_command_line and not self.has_references:
+            self._report_copy(key, findings)
+        elif on_command_line or near or key in NAMED_ELSEWHERE or key in NEEDLESS or self.has_references:
+            findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it", hint)
+
+    def _holder(self, key: str) -> str:
+        """The first key whose mapping has a key of this name; empty if there is none."""
+        return next((name for name, node in self.root.value.items()
+                     if isinstance(node.value, dict) and key in node.value), "")
+
+    def _suggestion(self, key: str) -> tuple[str | None, str]:
+        """A similar key that something reads, and what to do instead of writing this one."""
+        root = self.root
+        file = root.place_of(key).file
+        on_command_line = not root.place_of(key).line
+        in_same_file = {name for name in self.useful if name in root.value and root.place_of(name).file == file}
+        elsewhere = {name for name in self.useful if name not in in_same_file and name not in self.reported}
+        near = did_you_mean(key, elsewhere, cutoff=0.75)
+        if not near:  # two keys in one file mean different things, unless only a letter differs
+            near = did_you_mean(key, in_same_file.difference(self.reported), cutoff=0.95)
+
+        holder = self._holder(key)
         ours = NAMED_ELSEWHERE.get(key, "")
-        given = not root.value[key].place.line  # on the command line
         if holder:
-            hint = f"{holder} has a {key} of its own: " + (
-                f"give --{holder}.{key}" if given else f"write `{key}: !ref <{key}>` there")
-        elif ours and ours.partition(".")[0] in options | beside:
+            instead = f"give --{holder}.{key}" if on_command_line else f"write `{key}: !ref <{key}>` there"
+            hint = f"{holder} has a {key} of its own: {instead}"
+        elif ours and ours.partition(".")[0] in elsewhere | in_same_file:
             hint = f"here its name is {ours}. {REMARKS.get(key, '')}".strip(" .")
         elif key in NEEDLESS:
             hint = f"leave it out: {NEEDLESS[key]}"
         elif near and not re.search(r"\d", key):
+            longer = sorted(name for name in elsewhere if name.startswith(f"{key}_"))
             hint = f"did you mean {' or '.join(longer if near in longer else [near])}?"
         else:
             hint = "leave it out: it has no effect"
-        # Any code may read a key of a Brain that isn't sbkit's, by names that aren't seen here.
-        if given and cls is not None and cls.__module__.startswith("sbkit."):
-            findings.error("unread-key", Place(), f"--{key}",
-                           "it would change nothing: nothing reads this key, and no reference names it", hint)
-        elif holder and not given and not {*referred} - {*COPIED, ""}:  # what a run wrote, without references
-            all_of = [node.value[key] for node in root.walk() if node is not root and isinstance(node.value, dict)
-                      and key in node.value]
-            acts = all_of[0]
-            if len(all_of) == 1 and acts.scalar and acts.value != root.value[key].value:
-                findings.warning("unread-key", place, key, f"it has no effect: {acts.key}, which has one, is "
-                                 f"{acts.value}", f"change that (line {acts.place.line}) too")
-        elif given or near or ours or key in NEEDLESS or {*referred} - {*COPIED, ""}:
-            findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it", hint)
+        return near, hint
+
+    def _report_copy(self, key: str, findings: Findings) -> None:
+        """Report a key of a recipe that a run wrote, without references, if what has the effect has another value."""
+        root = self.root
+        acting = [node.value[key] for node in root.walk() if node is not root and isinstance(node.value, dict)
+                  and key in node.value]
+        if len(acting) == 1 and acting[0].scalar and acting[0].value != root.value[key].value:
+            findings.warning("unread-key", root.place_of(key), key, f"it has no effect: {acting[0].key}, which has "
+                             f"one, is {acting[0].value}", f"change that (line {acting[0].place.line}) too")
 
 
 def hparams_read(cls: type) -> tuple[set[str], set[str]]:
@@ -159,9 +205,10 @@ def _hparams_read_in(base: type) -> tuple[frozenset[str], frozenset[str]]:
         nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))))
     except (OSError, TypeError, SyntaxError):
         return nothing, nothing
-    tested = frozenset(a.value for call in nodes if isinstance(call, ast.Call)
-                       and getattr(call.func, "id", "") in ("getattr", "hasattr") for a in call.args
-                       if isinstance(a, ast.Constant) and isinstance(a.value, str))
+    calls = [node for node in nodes if isinstance(node, ast.Call)
+             and getattr(node.func, "id", "") in ("getattr", "hasattr")]
+    tested = frozenset(argument.value for call in calls for argument in call.args
+                       if isinstance(argument, ast.Constant) and isinstance(argument.value, str))
     read = frozenset(node.attr for node in nodes
                      if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
                      and isinstance(node.value, ast.Attribute) and node.value.attr == "hparams")

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from speechbrain.utils.run_opts import RunOptions
@@ -33,13 +33,15 @@ NUMBERS: dict[str, Any] = {  # of these two types
 NO_DATA_PARALLEL = ("one process on several GPUs, and this machine has none",
                     "leave it out; torchrun --nproc_per_node=N starts one process per device")
 ACCUMULATION = "grad_accumulation_factor"
+#: A peak that is this many times its limit was chosen for an optimizer with other rates.
+FAR_ABOVE = 20
 _MINIMUM = {ACCUMULATION: 1, "nonfinite_patience": 0, "max_grad_norm": 0}
 
 
 def check_settings(root: Node, findings: Findings) -> None:
     """Add findings about keys with values that a run would refuse."""
-    known = declared(root)
-    task = getattr(brain_class(root) if known else None, "Keys", Keys)
+    declarations = declared(root)
+    keys_class = getattr(brain_class(root) if declarations else None, "Keys", Keys)
     for key, node in root.value.items():
         value = static(node)
         if value is UNKNOWN or findings.unusable(node) or not isinstance(key, str):
@@ -48,52 +50,80 @@ def check_settings(root: Node, findings: Findings) -> None:
             _CHECKS[key](root, key, value, findings)
         if findings.unusable(node):
             continue
-        if key in known:
-            own = known[key]
-            given = data(value) if isinstance(value, Node) else value
-            if given is UNKNOWN:  # an object, or a list of them: neither a number nor a text
-                if own.plain:
-                    _report(root, own.name, f"it is {_shown(value)}, and must be {own.wanted}", findings)
-                elif own.built and node.tag.startswith("!new:speechbrain.tokenizers."):  # building it trains it
-                    with contextlib.suppress(LookupError):  # reported where the name is checked
-                        for _, message, hint in task.misfits({own.name: locate(node.tag.removeprefix("!new:"))}):
-                            if hint != ONLY_NAMED:
-                                _report(root, own.name, message, findings, hint)
-            elif own.name not in BY_PART and (problem := own.problem(given)):
-                hint = COMPLETE if given is None and own.needed else f"it sets: {own.what}" if given is True else ""
-                _report(root, own.name, f"it {problem}", findings, hint)
-            elif own.built and isinstance(value, (str, bool)) and value != "None":  # check_text reports "None"
-                null = "" if own.needed else " or null"
-                findings.error("setting", root.place_of(own.name), own.name,
-                               f"it is {_shown(value)}, and must be an object{null}",
-                               "write null" if null and str(value).lower() in ("false", "none") else
-                               f"write !new: and its class{null}")
+        if key in declarations:
+            _check_declared(root, declarations[key], node, value, keys_class, findings)
         elif key in NUMBERS and not _is_number(key, value):
             _report(root, key, f"it is {_shown(value)}, and must be a number", findings)
         elif _too_low(key, value):
             _report_too_low(root.place_of(key), key, key, value, findings)
-    if "average_checkpoints" in known:
-        _check_average(root, known, findings)
+    if "average_checkpoints" in declarations:
+        _check_average(root, declarations, findings)
 
 
-def _check_average(root: Node, known: Mapping[str, Declared], findings: Findings) -> None:
+def _check_declared(root: Node, declaration: Declared, node: Node, value: object, keys_class: type[Keys],
+                    findings: Findings) -> None:
+    """Compare the value of a key with its declaration.
+
+    value : of the node, as ``static`` has it
+    """
+    key = declaration.name
+    plain = data(value) if isinstance(value, Node) else value
+    if plain is UNKNOWN:  # an object, or a list of them: neither a number nor a text
+        if declaration.plain:
+            _report(root, key, f"it is {_shown(value)}, and must be {declaration.wanted}", findings)
+        elif declaration.built and node.tag.startswith("!new:speechbrain.tokenizers."):
+            _check_without_building(root, key, node, keys_class, findings)
+        return
+
+    problem = "" if key in BY_PART else declaration.problem(plain)
+    if problem:
+        hint = ""
+        if plain is None and declaration.needed:
+            hint = COMPLETE
+        elif plain is True:
+            hint = f"it sets: {declaration.what}"
+        _report(root, key, f"it {problem}", findings, hint)
+    elif declaration.built and isinstance(value, (str, bool)) and value != "None":  # check_text reports "None"
+        or_null = "" if declaration.needed else " or null"
+        means_null = or_null and str(value).lower() in ("false", "none")
+        findings.error("setting", root.place_of(key), key, f"it is {_shown(value)}, and must be an object{or_null}",
+                       "write null" if means_null else f"write !new: and its class{or_null}")
+
+
+def _check_without_building(root: Node, key: str, node: Node, keys_class: type[Keys], findings: Findings) -> None:
+    """Compare the class of an object with the declared one; for SpeechBrain's tokenizers, which train when built."""
+    with contextlib.suppress(LookupError):  # reported where the name is checked
+        for _, message, hint in keys_class.misfits({key: locate(node.tag.removeprefix("!new:"))}):
+            if hint != ONLY_NAMED:
+                _report(root, key, message, findings, hint)
+
+
+def _check_average(root: Node, declarations: Mapping[str, Declared], findings: Findings) -> None:
     """Check that enough checkpoints are kept to average, and that their weights aren't moving averages already."""
     key = "average_checkpoints"
-    value = _static_value(root, known[key])
-    if not isinstance(value, (int, str)) or not average_of(value).several:
+    value = _static_value(root, declarations[key])
+    if not isinstance(value, (int, str)):
         return
     average = average_of(value)
-    ema = root.value.get("ema")
-    switched_off = ema is None or static(ema) is None or static(ema) is UNKNOWN
-    written_decay = ema.value.get("decay") if ema is not None and isinstance(ema.value, dict) else None
-    decay = static(written_decay) if written_decay is not None else 1
-    if not switched_off and isinstance(decay, (int, float)) and decay > 0:
+    if not average.several:
+        return
+    if _averages_weights(root.value.get("ema")):
         _report(root, key, "ema averages weights as well", findings, f"use one of them: ema_decay: 0, or {key}: 1")
         return
-    kept, kept_for_good = (_static_value(root, known[name]) for name in ("keep_checkpoints", "keep_every"))
-    if isinstance(kept, int) and not kept_for_good and kept < average.count:
-        _report(root, key, f"it is {average}, but keep_checkpoints is {kept}: fewer are kept", findings,
+    newest = _static_value(root, declarations["keep_checkpoints"])
+    for_good = _static_value(root, declarations["keep_every"])
+    if isinstance(newest, int) and not for_good and newest < average.count:
+        _report(root, key, f"it is {average}, but keep_checkpoints is {newest}: fewer are kept", findings,
                 f"set keep_checkpoints to {average.count} or more")
+
+
+def _averages_weights(ema: Node | None) -> bool:
+    """Whether the recipe's moving average has any effect, as far as that is known before it is built."""
+    if ema is None or static(ema) is None or static(ema) is UNKNOWN:
+        return False
+    written_decay = ema.value.get("decay") if isinstance(ema.value, dict) else None
+    decay = 1 if written_decay is None else static(written_decay)
+    return isinstance(decay, (int, float)) and decay > 0
 
 
 def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
@@ -119,12 +149,20 @@ def check_accumulation(root: Node, run_opts: RunOptions | None, findings: Findin
     """
     if "brain" not in root.value:  # a script's, which trains as in SpeechBrain
         return
-    name, place, value = ACCUMULATION, Place(), None
+    name = ACCUMULATION
     if name in getattr(run_opts, "overridden_args", ()):
-        value, written = getattr(run_opts, name), f"--{name}"
+        place = Place()
+        written = f"--{name}"
+        value = getattr(run_opts, name)
     elif name in root.value and not findings.unusable(root.value[name]):
-        value, written, place = static(root.value[name]), name, root.place_of(name)
-    if value is None or not _is_number(name, value) or _too_low(name, value) or option_number(name, value) == 1:
+        place = root.place_of(name)
+        written = name
+        value = static(root.value[name])
+    else:
+        return
+    if value is None or not _is_number(name, value) or _too_low(name, value):  # the last two are reported already
+        return
+    if option_number(name, value) == 1:
         return
     key = "step_seconds" if "step_seconds" in root.value else "batching.step_seconds"
     findings.error("setting", place, written, f"it is {value}, but an update of a task is given in seconds of audio, "
@@ -145,10 +183,10 @@ def _report_too_low(place: Place, written: str, name: str, value: object, findin
         findings.error("setting", place, written, f"it is {value}, and must be {_MINIMUM[name]} or more")
 
 
-def _static_value(root: Node, known: Declared) -> object:
+def _static_value(root: Node, declaration: Declared) -> object:
     """The value of a key; None if it is known only later, or already reported as wrong."""
-    value = static(root.value[known.name]) if known.name in root.value else known.default
-    return None if value is UNKNOWN or isinstance(value, Node) or known.problem(value) else value
+    value = static(root.value[declaration.name]) if declaration.name in root.value else declaration.default
+    return None if value is UNKNOWN or isinstance(value, Node) or declaration.problem(value) else value
 
 
 def _check_precision(root: Node, key: str, value: object, findings: Findings) -> None:
@@ -179,68 +217,102 @@ def _check_language(root: Node, key: str, value: object, findings: Findings) -> 
                 f"write its code in ISO 639, {UNKNOWN_LANGUAGE} if it has none, or {SEVERAL} for several languages")
 
 
+class _NamedClass(NamedTuple):
+    """A key that names a class from which the run builds an object."""
+
+    base: str
+    """The name of its base class."""
+    name: str
+    built: str
+    """When the run builds it."""
+    without: str
+    """What the run adds to its arguments."""
+    example: str
+
+
+_NAMED_CLASSES = {
+    "brain": _NamedClass("Brain", "a Brain", "when the modules are there", "", "sbkit.tasks.ctc.CTC"),
+    "opt_class": _NamedClass("Optimizer", "an optimizer", "with the parameters of the modules", ", without params",
+                             "torch.optim.AdamW"),
+}
+
+
 def _check_class(root: Node, key: str, value: object, findings: Findings) -> None:
-    """Check that a key names a class from which the run builds an object."""
-    base, name, when, without, example = (
-        ("Brain", "a Brain", "when the modules are there", "", "sbkit.tasks.ctc.CTC") if key == "brain" else
-        ("Optimizer", "an optimizer", "with the parameters of the modules", ", without params", "torch.optim.AdamW"))
+    """Check that a key names a class instead of building an object."""
+    wanted = _NAMED_CLASSES[key]
     tag = value.tag if isinstance(value, Node) else ""
     built = None
     if tag.startswith("!new:"):
         with contextlib.suppress(LookupError):  # reported where the name is checked
             built = locate(tag.removeprefix("!new:"))
-    if any(cls.__name__ == base for cls in getattr(built, "__mro__", ())):  # a partial of one is right
-        _report(root, key, f"the run builds it, {when}", findings, f"write !name:{tag.removeprefix('!new:')}{without}")
+    bases = getattr(built, "__mro__", ())  # a partial of such a class has none, and is right
+    if any(base.__name__ == wanted.base for base in bases):
+        _report(root, key, f"the run builds it, {wanted.built}", findings,
+                f"write !name:{tag.removeprefix('!new:')}{wanted.without}")
     elif not tag and value is not None:
         dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
-        _report(root, key, f"it is {_shown(value)}, not {name}", findings,
-                f"write !name:{value if dotted else example}")
+        _report(root, key, f"it is {_shown(value)}, not {wanted.name}", findings,
+                f"write !name:{value if dotted else wanted.example}")
 
 
 def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:  # a Node wherever it has a limit
-    limit = value.value.get("limit") if isinstance(value, Node) and isinstance(value.value, dict) else None
-    number = static(limit) if limit is not None else None
-    if isinstance(number, (int, float)) and not isinstance(number, bool) and number < 1:
+    """Check the epoch counter: its limit, whether that is number_of_epochs, and what a stopper takes as better."""
+    if not isinstance(value, Node) or not isinstance(value.value, dict):
+        return
+    limit = static(value.value["limit"]) if "limit" in value.value else None
+    if isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit < 1:
         findings.warning("setting", value.place_of("limit"), value.key_of("limit"),
-                         f"it is {number!r}, so nothing would be trained", "set it to 1 or more")
-    stops = isinstance(value, Node) and isinstance(value.value, dict) and value.tag.endswith(".EpochCounterWithStopper")
-    given = value.value.get("direction") if stops else None
-    metric = getattr(brain_class(root), "metric", None) if "brain" in root.value else None
-    lower = getattr(metric, "lower_is_better", None)  # a Brain of the user's own may call anything so
-    if given is not None and isinstance(lower, bool):
-        best, which = ("min", "lower") if lower else ("max", "higher")
-        if static(given) in {"min", "max"} - {best}:
-            findings.error("setting", (given.source or given).place, (given.source or given).key,
-                           f"it is {static(given)}, and a {which} {getattr(metric, 'name', '')} is better",
-                           f"write {best}")
+                         f"it is {limit!r}, so nothing would be trained", "set it to 1 or more")
+    if value.tag.endswith(".EpochCounterWithStopper") and "direction" in value.value:
+        _check_direction(root, value.value["direction"], findings)
+
     epochs = static(root.value["number_of_epochs"]) if "number_of_epochs" in root.value else None
-    if epochs in SIZE and isinstance(number, int) and number != epochs:
+    if epochs in SIZE and isinstance(limit, int) and limit != epochs:
         advice = "write `limit: !ref <number_of_epochs>`"
         if not root.value["number_of_epochs"].place.line:  # a run's recipe has no references
             advice += f", or give --{value.key_of('limit')} {epochs} too"
         elif not value.place_of("limit").line:
-            advice = f"give --number_of_epochs {number} instead"
+            advice = f"give --number_of_epochs {limit} instead"
         findings.error("setting", value.place_of("limit"), value.key_of("limit"),
-                       f"it is {number}, and number_of_epochs is {epochs}", advice)
+                       f"it is {limit}, and number_of_epochs is {epochs}", advice)
+
+
+def _check_direction(root: Node, direction: Node, findings: Findings) -> None:
+    """Refuse a stopper that takes the worse values of the task's metric as better."""
+    metric = getattr(brain_class(root), "metric", None) if "brain" in root.value else None
+    lower_is_better = getattr(metric, "lower_is_better", None)
+    if not isinstance(lower_is_better, bool):  # a Brain of the user's own may call anything metric
+        return
+    best, which = ("min", "lower") if lower_is_better else ("max", "higher")
+    if static(direction) in {"min", "max"} - {best}:
+        written = direction.source or direction
+        findings.error("setting", written.place, written.key,
+                       f"it is {static(direction)}, and a {which} {getattr(metric, 'name', '')} is better",
+                       f"write {best}")
 
 
 def _check_schedule(root: Node, key: str, value: object, findings: Findings) -> None:
     """Warn of an optimizer's rate that the schedule replaces, and of one that its limits were not made for."""
+    if not isinstance(value, Node) or value.tag != "!new:sbkit.train.schedule.Schedule" or \
+            not isinstance(value.value, dict) or "peak" not in value.value:
+        return
+    peak = value.value["peak"]
+    peak_rate = static(peak)
+    if not isinstance(peak_rate, (int, float)):
+        return
+    written_peak = peak.source or peak
+
     optimizer = root.value.get("opt_class")
     lr = optimizer.value.get("lr") if optimizer is not None and isinstance(optimizer.value, dict) else None
-    if not isinstance(value, Node) or not isinstance(value.value, dict) or "peak" not in value.value or \
-            value.tag != "!new:sbkit.train.schedule.Schedule":
-        return
-    peak, limit = value.value["peak"], value.value.get("max_lr_at_chance")
-    wanted, counts, most = (None if each is None else static(each) for each in (lr, peak, limit))
-    if not isinstance(counts, (int, float)):
-        return
-    if lr is not None and isinstance(wanted, (int, float)) and wanted != counts:
-        findings.warning("setting", lr.place, lr.key, f"it is {wanted:g}, and has no effect: the rate is the "
-                         f"schedule's, up to {counts:g}", f"set {(peak.source or peak).key} to {wanted:g} instead")
-    if isinstance(most, (int, float)) and counts > 20 * most:
-        findings.warning("setting", (peak.source or peak).place, (peak.source or peak).key, f"it is {counts:g}, and "
-                         f"schedule.max_lr_at_chance and max_rise_per_step hold the rate near {most:g}",
+    own_rate = None if lr is None else static(lr)
+    if lr is not None and isinstance(own_rate, (int, float)) and own_rate != peak_rate:
+        findings.warning("setting", lr.place, lr.key, f"it is {own_rate:g}, and has no effect: the rate is the "
+                         f"schedule's, up to {peak_rate:g}", f"set {written_peak.key} to {own_rate:g} instead")
+
+    limit = static(value.value["max_lr_at_chance"]) if "max_lr_at_chance" in value.value else None
+    if isinstance(limit, (int, float)) and peak_rate > FAR_ABOVE * limit:
+        findings.warning("setting", written_peak.place, written_peak.key, f"it is {peak_rate:g}, and "
+                         f"schedule.max_lr_at_chance and max_rise_per_step hold the rate near {limit:g}",
                          "for an optimizer with such rates, --schedule.max_lr_at_chance null "
                          "--schedule.max_rise_per_step null")
 
