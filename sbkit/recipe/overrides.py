@@ -76,11 +76,13 @@ def full_key(key: str, there: Collection[object]) -> str:
 def with_full_keys(overrides: Mapping[str, Any], there: Collection[object]) -> dict[str, Any]:
     """Overrides with the full names of keys that the recipe, which has the keys ``there``, lacks."""
     full = dict(overrides)
-    for key in [key for key in overrides if key not in there]:
-        if (name := full_key(key, there)) != key:
-            if name in overrides:
-                raise SbkitError(f"--{key} and --{name} are one key, which is given twice", hint="leave one out")
-            full[name] = full.pop(key)
+    for key in overrides:
+        name = key if key in there else full_key(key, there)
+        if name == key:
+            continue
+        if name in overrides:
+            raise SbkitError(f"--{key} and --{name} are one key, which is given twice", hint="leave one out")
+        full[name] = full.pop(key)
     return full
 
 
@@ -89,32 +91,17 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
 
     known : the keys and options that do
     """
-    nested, inner = list[str](), [value]  # NeMo's have parts, such as trainer.max_epochs
-    while inner:
-        if isinstance(mapping := inner.pop(0), Mapping):
-            nested += map(str, mapping)
-            inner += mapping.values()
-    there = {"test_only"}
-    there.update(str(name) for _, level in levels(files) for name in level.value)
-    longer = [name for name in NAMED_ELSEWHERE if len(name) > 5]  # much resembles train
-    similar = did_you_mean(key, [*known, *longer], 0.75) if not nested else None
-    renamed = [(name, NAMED_ELSEWHERE[name]) for name in (key, *nested, similar) if name in NAMED_ELSEWHERE]
-    meant, ours = next((pair for pair in [*renamed, *zip(nested, nested, strict=True)]
-                        if pair[1].partition(".")[0] in there.intersection(known)
-                        and (pair[1] != "decoder" or "output_neurons" in there)), ("", None))  # elsewhere a network
-    within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
-              if isinstance(node.value, dict) and key in node.value}
-    near = ours or (within.pop() if len(within) == 1 else did_you_mean(key, known, 0.9 if nested else 0.75)
-                    or did_you_mean(f"--{key}", [f"--{name}" for name in known], 0.9 if nested else 0.75))
-    hint = f"did you mean --{near.removeprefix('--')}?" if near else "sbkit show prints its keys"
-    if ours and meant in REMARKS:
-        hint += f" {REMARKS[meant]}"
+    recipe_keys = {"test_only"}
+    recipe_keys.update(str(name) for _, level in levels(files) for name in level.value)
+    has_vocabulary = "output_neurons" in recipe_keys
+    meant, near = _key_meant(files, key, value, known, recipe_keys)
+
     if key in _OF_TORCHRUN:
-        given = f"={value}" if value and not isinstance(value, NoValue) else ""
-        hint = f"it is an option of torchrun: torchrun --{key}{given} train.py RECIPE ..."
+        text = f"={value}" if value and not isinstance(value, NoValue) else ""
+        hint = f"it is an option of torchrun: torchrun --{key}{text} train.py RECIPE ..."
     elif key in NEEDLESS:
         hint = f"leave it out: {NEEDLESS[key]}"
-    elif key in _OF_SEARCH and "." not in (near or "") and "output_neurons" in there:  # that of a decoder has a dot
+    elif key in _OF_SEARCH and "." not in (near or "") and has_vocabulary:  # that of a decoder has a dot
         hint = f"tests search by the recipe's decoder; afterwards, sbkit evaluate RUN {_OF_SEARCH[key]} does"
     elif key in ("config", "hparams"):
         hint = "the recipe is named first, without an option"
@@ -122,7 +109,47 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
         hint = "the same command resumes a run, without an option"
     elif key in _BY_TORCHRUN:
         hint = "torchrun starts a process per device: torchrun --nproc_per_node=N train.py RECIPE ..."
+    else:
+        hint = f"did you mean --{near.removeprefix('--')}?" if near else "sbkit show prints its keys"
+        if meant in REMARKS:
+            hint += f" {REMARKS[meant]}"
     return f"{files[0][0]} has no key {key}", hint
+
+
+def _key_meant(files: Files, key: str, value: object, known: Collection[str],
+               recipe_keys: Collection[str]) -> tuple[str, str | None]:
+    """The name that another library has for a key of ours, empty if it isn't such a name, and the key that was
+    probably meant, if any."""
+    nested = _keys_inside(value)  # NeMo's have parts, such as trainer.max_epochs
+    longer_names = [name for name in NAMED_ELSEWHERE if len(name) > 5]  # much resembles train
+    similar = None if nested else did_you_mean(key, [*known, *longer_names], 0.75)
+    candidates = [(name, NAMED_ELSEWHERE[name]) for name in (key, *nested, similar) if name in NAMED_ELSEWHERE]
+    candidates += [(name, name) for name in nested]
+    for name, ours in candidates:
+        top = ours.partition(".")[0]
+        is_network = ours == "decoder" and "output_neurons" not in recipe_keys
+        if top in recipe_keys and top in known and not is_network:
+            return name, ours
+
+    parents = {name for _, level in levels(files) for name, node in level.value.items()
+               if isinstance(node.value, dict) and key in node.value}
+    if len(parents) == 1:
+        return "", f"{parents.pop()}.{key}"
+    cutoff = 0.9 if nested else 0.75
+    near = did_you_mean(key, known, cutoff) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff)
+    return "", near
+
+
+def _keys_inside(value: object) -> list[str]:
+    """The names of all parts of a value, outer ones first."""
+    names: list[str] = []
+    waiting = [value]
+    while waiting:
+        part = waiting.pop(0)
+        if isinstance(part, Mapping):
+            names += map(str, part)
+            waiting += part.values()
+    return names
 
 
 class NoValue(int):
@@ -168,13 +195,8 @@ def override(files: Files, given: Node, findings: Findings, declared: Collection
     """
     placed = Node({}, given.place, given.key)
     for key, value in given.value.items():
-        into, depth = placed, len(files) - 1
-        for i, file in enumerate(files):
-            inside = [level for _, level in levels([file])]
-            if (there := next((j for j, level in enumerate(inside) if key in level.value), None)) is not None:
-                depth = i + there
-                break
-        for _ in range(depth):
+        into = placed
+        for _ in range(_depth_of(key, files)):
             into = into.value.setdefault(BASE, Node({}, given.place, BASE))
         if key == BASE and BASE in into.value and isinstance(value.value, dict):
             _insert(into.value[BASE], value)
@@ -183,9 +205,19 @@ def override(files: Files, given: Node, findings: Findings, declared: Collection
     _apply(files[0][1], placed, findings, declared)
 
 
+def _depth_of(key: object, files: Files) -> int:
+    """How often ``recipe`` has to be opened to reach the mapping that has a key; a new key belongs to the last file."""
+    for depth_of_file, file in enumerate(files):
+        for depth_in_file, (_, level) in enumerate(levels([file])):
+            if key in level.value:
+                return depth_of_file + depth_in_file
+    return len(files) - 1
+
+
 def _set(into: Node, key: object, value: Node, given: Node) -> None:
     """Set a key as it is written in another mapping, with its place and comments."""
-    into.value[key], into.key_places[key] = value, given.place_of(key)
+    into.value[key] = value
+    into.key_places[key] = given.place_of(key)
     if key in given.comments:
         into.comments[key] = given.comments[key]
 
@@ -210,30 +242,11 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
     nested : the mapping is a value within a file: its own new keys are its last ones
     """
     partial = partial or root.tag.startswith(INCLUDE)
-    order, waiting = list(root.value), dict[str, list[Any]]()
+    order = _order_with(root, given, nested)
 
-    def insert(added: list[Any], before: object) -> None:
-        needed = referred([(Path(given.place_of(each).file), given.value[each]) for each in added])
-        at = max(order.index(before), *(1 + i for i, each in enumerate(order) if each in needed), 0)
-        order[at:at] = added  # not before what it refers to: a reference to one below may fail
-
-    for key in given.value:
-        file = given.place_of(key).file
-        if key not in root.value:
-            waiting.setdefault(file, []).append(key)
-        elif file in waiting:
-            insert(waiting.pop(file), key)
-    for key in itertools.chain(*waiting.values()):
-        keys = list(given.value)
-        following = next((each for each in keys[keys.index(key):] if each in order), None)
-        plain = given.value[key].scalar and given.value[key].tag in ("", "!ref", "!copy")  # building order is kept
-        if following is not None and plain and not nested:  # such as a reference to be put where a number was
-            insert([key], following)
-        else:
-            order.append(key)
     for key, new in given.value.items():
         target = root.value.get(key)
-        if new.place == _NO_VALUE and target is not None and not _may_be_true(root, target):
+        if target is not None and new.place == _NO_VALUE and not _may_be_true(root, target):
             example = "VALUE" if target.tag or not isinstance(target.value, (int, float, str)) else target.value
             findings.error("no-value", new.place, target.key, "it has no value",
                            f"write one after it, such as --{target.key} {example or 'VALUE'}")
@@ -249,20 +262,68 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
         elif not new.dotted and target.scalar and not target.tag:
             _set(root, key, new, given)
         else:
-            advice = f"give {target.key} one value"
-            if target.tag in ("!ref", "!copy"):
-                advice = f"it is {target.tag} {target.value}: set the parts of that, or replace all of {target.key}"
-            elif isinstance(target.value, list) and target.tag:
-                advice = "its arguments are a list: write them there as key: value, or replace all of it"
-            elif target.value is None:
-                advice = "it is null: give it a value, or !new:CLASS and its arguments"
-            if new.dotted and (named := NAMED_ELSEWHERE.get(last := _last_part(new), last)) in root.value:
-                advice = f"did you mean --{named}?"
-            findings.error("override-structure", new.place, target.key,
-                           f"{target.key} has no parts that could be set one by one ({target.place})", advice)
+            _report_no_parts(root, target, new, findings)
+
     ordered = {key: root.value[key] for key in order if key in root.value}
     root.value.clear()
     root.value.update(ordered)
+
+
+def _order_with(root: Node, given: Node, nested: bool) -> list[Any]:
+    """The keys of a mapping and the new ones among its overrides, in the order in which they are to be built.
+
+    nested : the mapping is a value within a file
+    """
+    order = list(root.value)
+
+    def insert(added: list[Any], before: object) -> None:
+        # Not before what it refers to: a reference to a key below may fail.
+        needed = referred([(Path(given.place_of(key).file), given.value[key]) for key in added])
+        behind_needed = (index + 1 for index, key in enumerate(order) if key in needed)
+        position = max(order.index(before), *behind_needed, 0)
+        order[position:position] = added
+
+    # New keys wait for the next key of their file that the mapping has.
+    waiting: dict[str, list[Any]] = {}
+    for key in given.value:
+        file = given.place_of(key).file
+        if key not in root.value:
+            waiting.setdefault(file, []).append(key)
+        elif file in waiting:
+            insert(waiting.pop(file), key)
+
+    # After those there is no such key in their file.
+    keys = list(given.value)
+    for key in itertools.chain(*waiting.values()):
+        following = next((later for later in keys[keys.index(key):] if later in order), None)
+        # What is no object can stand anywhere: such as a reference to be put where a number was.
+        is_plain = given.value[key].scalar and given.value[key].tag in ("", "!ref", "!copy")
+        if following is not None and is_plain and not nested:
+            insert([key], following)
+        else:
+            order.append(key)
+    return order
+
+
+def _report_no_parts(root: Node, target: Node, new: Node, findings: Findings) -> None:
+    """Report overrides of parts of a value that has no parts.
+
+    root : the mapping with the value ``target``
+    """
+    last = _last_part(new)
+    similar = NAMED_ELSEWHERE.get(last, last)
+    if new.dotted and similar in root.value:
+        advice = f"did you mean --{similar}?"
+    elif target.tag in ("!ref", "!copy"):
+        advice = f"it is {target.tag} {target.value}: set the parts of that, or replace all of {target.key}"
+    elif isinstance(target.value, list) and target.tag:
+        advice = "its arguments are a list: write them there as key: value, or replace all of it"
+    elif target.value is None:
+        advice = "it is null: give it a value, or !new:CLASS and its arguments"
+    else:
+        advice = f"give {target.key} one value"
+    findings.error("override-structure", new.place, target.key,
+                   f"{target.key} has no parts that could be set one by one ({target.place})", advice)
 
 
 def _last_part(node: Node) -> str:
@@ -276,12 +337,13 @@ def _last_part(node: Node) -> str:
 def _may_be_true(root: Node, target: Node) -> bool:
     """Whether a value is true or false, or may be because its reference isn't resolved here."""
     for _ in root.value:  # at most one step per key, in case references are circular
-        refers = re.fullmatch(r"<([\w.\[\]]+)>", str(target.value)) if target.tag == "!ref" else None
-        if refers is None:
+        reference = re.fullmatch(r"<([\w.\[\]]+)>", str(target.value)) if target.tag == "!ref" else None
+        if reference is None:
             return isinstance(target.value, bool)
-        if refers[1] not in root.value:
+        name = reference[1]
+        if name not in root.value:
             return True
-        target = root.value[refers[1]]
+        target = root.value[name]
     return True
 
 
@@ -292,10 +354,10 @@ def _report_typo(root: Node, given: Node, key: object, new: Node, findings: Find
     """
     if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply")):
         return  # arguments are compared with the signature
-    here = COMMAND_LINE, new.place.file
-    written = [k for k in root.value
-               if isinstance(k, str) and k not in given.value and root.place_of(k).file not in here]
-    options = [k for k in written if root.value[k].tag or not new.tag]
+    files_of_new = COMMAND_LINE, new.place.file
+    of_other_files = [name for name in root.value if isinstance(name, str) and name not in given.value
+                      and root.place_of(name).file not in files_of_new]
+    options = [name for name in of_other_files if root.value[name].tag or not new.tag]
     near = did_you_mean(key, options, cutoff=0.85)
     if near and not re.search(r"\d", key):  # layer1 beside layer2 is no typo
         findings.error("unknown-override", new.place, root.key_of(key),
