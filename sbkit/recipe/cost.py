@@ -22,7 +22,7 @@ from sbkit.nn.adapters import Adapters
 from sbkit.nn.pretrained import Encoder
 from sbkit.recipe import flops, speed
 from sbkit.recipe.batch_size import BatchSize
-from sbkit.recipe.flops import FlopCounter
+from sbkit.recipe.flops import FlopCounter, Kernel
 from sbkit.recipe.keys import Task
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.patterns import flattened
@@ -69,8 +69,8 @@ class BatchCost:
     """The duration of the utterances for which that is counted, by the corpus; None: ``seconds``."""
     layers: str = ""
     """Which layers compute them."""
-    kernels: Sequence[tuple[int, int]] = ()
-    """The operations and bytes of each kernel of the micro-batch."""
+    kernels: Sequence[Kernel] = ()
+    """The kernels of the micro-batch."""
 
     @property
     def batch_seconds(self) -> float:

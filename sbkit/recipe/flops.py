@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,14 @@ _NO_KERNEL = "prim::", "aten::empty", "aten::new_empty", "aten::_unsafe_view", "
 A = TypeVar("A", bound="FlopCounter")
 
 
+class Kernel(NamedTuple):
+    """What a kernel does."""
+
+    operations: int
+    moved: int
+    """The bytes that it reads and writes."""
+
+
 class FlopCounter(TorchDispatchMode):
     """Counts floating point operations by the formulas of torch's FlopCounterMode, except those of a convolution's
     backward: torch's formula ignores groups, and overstates the weight gradient of a depthwise layer of 512 channels
@@ -60,8 +68,7 @@ class FlopCounter(TorchDispatchMode):
         """``weights``: tensors that exist before the count begins."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.operations = 0
-        self.kernels: list[tuple[int, int]] = []
-        """The operations of each kernel, and the bytes that it reads and writes."""
+        self.kernels: list[Kernel] = []
         self.by_layer: Counter[nn.Module | None] = Counter()
         """Operations in forward by the innermost layer, with None for those in sbkit's layers."""
         self._running: list[nn.Module] = []
@@ -88,33 +95,45 @@ class FlopCounter(TorchDispatchMode):
                            kwargs: Mapping[str, Any] | None = None) -> object:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        formula = self._formulas.get(func._overloadpacket)
-        operations = 0
-        if formula is not None:
-            if func._overloadpacket is torch.ops.aten.convolution_backward:
-                # Each gradient has the products of the forward.
-                gradient, inputs, weight, transposed, wanted = *args[:3], args[7], args[10]
-                operations = sum(wanted[:2]) * conv_flop_count(inputs.shape, weight.shape, gradient.shape, transposed)
-            else:
-                operations = formula(*args, **kwargs, out_val=out)
-            self.operations += operations
-            if self._running:
-                own = any(type(layer).__module__.startswith("sbkit.") and type(layer).__module__ != recurrent.__name__
-                          for layer in self._running)
-                self.by_layer[None if own else self._running[-1]] += operations
+        operations = self._operations_of(func, args, kwargs, out)
+        self.operations += operations
+        if operations and self._running:
+            self.by_layer[self._layer_to_name()] += operations
         if not func.is_view and not func.name().startswith(_NO_KERNEL):
-            touched = 0
-            for value in tree_leaves((args, kwargs, out)):
-                if isinstance(value, Tensor):  # an expanded dimension has its bytes once
-                    touched += value.element_size() * math.prod(
-                        size for size, stride in zip(value.shape, value.stride(), strict=True) if stride or not size)
-            self.kernels.append((operations, touched))
+            tensors = (value for value in tree_leaves((args, kwargs, out)) if isinstance(value, Tensor))
+            self.kernels.append(Kernel(operations, sum(map(_bytes_of, tensors))))
         return out
 
+    def _operations_of(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> int:
+        """The floating point operations of a call; 0 for what has no formula."""
+        if func._overloadpacket is torch.ops.aten.convolution_backward:
+            gradient, inputs, weight = args[:3]
+            transposed, wanted = args[7], args[10]
+            # Each gradient that is wanted, of inputs and of weights, has the products of the forward.
+            of_forward: int = conv_flop_count(inputs.shape, weight.shape, gradient.shape, transposed)
+            return sum(wanted[:2]) * of_forward
+        formula = self._formulas.get(func._overloadpacket)
+        return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
-def least_seconds(kernels: Sequence[tuple[int, int]], limits: Speed) -> float:
+    def _layer_to_name(self) -> nn.Module | None:
+        """The innermost layer that runs; None within sbkit's own layers, which need no name.
+
+        Those for recurrent layers run torch's.
+        """
+        modules = [type(layer).__module__ for layer in self._running]
+        is_ours = any(module.startswith("sbkit.") and module != recurrent.__name__ for module in modules)
+        return None if is_ours else self._running[-1]
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """The bytes that a kernel reads or writes of a tensor; an expanded dimension has its bytes once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * math.prod(size for size, stride in sizes if stride or not size)
+
+
+def least_seconds(kernels: Sequence[Kernel], limits: Speed) -> float:
     """The least time of kernels on a device: none is faster than its operations and its bytes allow."""
-    return sum(max(operations / limits.operations, size / limits.bytes) for operations, size in kernels)
+    return sum(max(kernel.operations / limits.operations, kernel.moved / limits.bytes) for kernel in kernels)
 
 
 def typical_seconds(durations: np.ndarray) -> float:
@@ -145,23 +164,34 @@ def operations_per_second(brain: Task, seconds: float, shares: list[str] | None 
 
 def layer_shares(brain: Task, counter: FlopCounter) -> str:
     """Describe which share of a forward's operations sbkit's layers compute, and which layers compute the rest."""
-    names: dict[nn.Module, str] = {}
-    lists = nn.ModuleList, nn.ModuleDict  # last, because a part's own key is the better name
-    for key, part in sorted(vars(brain.hparams).items(), key=lambda each: isinstance(each[1], lists)):
-        for name, layer in part.named_modules(prefix=key) if isinstance(part, nn.Module) else ():
-            names.setdefault(layer, name)
-    kinds: dict[str, Counter[str]] = {}
+    names = _names_of_layers(brain)
+    places_by_class: dict[str, Counter[str]] = {}
     for layer, operations in counter.by_layer.items():
         if layer is not None:
-            kinds.setdefault(type(layer).__name__, Counter())[names.get(layer, "a layer")] += operations
+            places = places_by_class.setdefault(type(layer).__name__, Counter())
+            places[names.get(layer, "a layer")] += operations
+
     total = max(1, counter.by_layer.total())
-    rest = []
-    for kind, places in sorted(kinds.items(), key=lambda each: -each[1].total()):
-        if (share := places.total() / total) >= SMALLEST_SHARE:
+    others = []
+    for kind, places in sorted(places_by_class.items(), key=lambda item: -item[1].total()):
+        share = places.total() / total
+        if share >= SMALLEST_SHARE:
+            [(largest, _)] = places.most_common(1)
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-            rest.append(f"{places.most_common(1)[0][0]}{more} ({kind}) {share:.0%}".replace("%", " %"))
-    own = f"sbkit's layers compute {counter.by_layer[None] / total:.0%} of a forward's FLOPs".replace("%", " %")
-    return f"{own}; run as SpeechBrain, torch or you wrote them: {', '.join(rest)}" if rest else own
+            others.append(f"{largest}{more} ({kind}) {100 * share:.0f} %")
+    ours = f"sbkit's layers compute {100 * counter.by_layer[None] / total:.0f} % of a forward's FLOPs"
+    return f"{ours}; run as SpeechBrain, torch or you wrote them: {', '.join(others)}" if others else ours
+
+
+def _names_of_layers(brain: Task) -> dict[nn.Module, str]:
+    """The names of layers by the recipe's keys; a part's own key is a better name than its place in a list."""
+    parts = [(key, part) for key, part in vars(brain.hparams).items() if isinstance(part, nn.Module)]
+    parts.sort(key=lambda item: isinstance(item[1], (nn.ModuleList, nn.ModuleDict)))
+    names: dict[nn.Module, str] = {}
+    for key, part in parts:
+        for name, layer in part.named_modules(prefix=key):
+            names.setdefault(layer, name)
+    return names
 
 
 def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool = False) -> A:
@@ -199,17 +229,20 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool
 
 def _move(brain: Task) -> None:
     """Move the modules of a Brain to fake GPU tensors."""
-    other = [value for value in vars(brain.hparams).values() if isinstance(value, nn.Module)]
+    parts = [brain.modules, *(value for value in vars(brain.hparams).values() if isinstance(value, nn.Module))]
     moved: dict[int, Tensor] = {}  # two layers still share a weight afterwards
-    for layer in (each for root in (brain.modules, *other) for each in root.modules()):
-        for held in (layer._parameters, layer._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and id(tensor) not in moved:
+    for layer in (layer for part in parts for layer in part.modules()):
+        for tensors in (layer._parameters, layer._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in moved:
                     on_gpu = torch.empty_like(tensor, device=DEVICE)
-                    moved[id(tensor)] = nn.Parameter(on_gpu, tensor.requires_grad) \
-                        if isinstance(tensor, nn.Parameter) else on_gpu
-                held[name] = None if tensor is None else moved[id(tensor)]
-    brain.device, brain.device_type = DEVICE, DEVICE.type
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    moved[id(tensor)] = nn.Parameter(on_gpu, tensor.requires_grad) if is_parameter else on_gpu
+                tensors[name] = moved[id(tensor)]
+    brain.device = DEVICE
+    brain.device_type = DEVICE.type
     if brain.precision != "fp32":
         brain.training_ctx = TorchAutocast(DEVICE.type, dtype=torch.bfloat16)
 
@@ -219,7 +252,8 @@ class FusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),  # any of torch's
                            kwargs: Mapping[str, Any] | None = None) -> object:
-        return (_attend if func is functional.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+        replaced = _attend if func is functional.scaled_dot_product_attention else func
+        return replaced(*args, **(kwargs or {}))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -228,7 +262,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None 
         return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal,
                                                        scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled(DEVICE.type):
-        query, key, value = (each.to(torch.get_autocast_dtype(DEVICE.type)) for each in (query, key, value))
+        dtype = torch.get_autocast_dtype(DEVICE.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
@@ -236,9 +271,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None 
         padded = functional.pad(attn_mask.to(query.dtype), (0, -frames % ALIGNED))  # so its rows can be read at once
         attn_mask = padded[..., :frames].expand(*query.shape[:3], frames)
     with torch.autocast(DEVICE.type, enabled=False):
-        found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_efficient_attention(
+        attended: Tensor
+        attended, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
-    return found[0]
+    return attended
 
 
 def backward(compute: Callable[[], Tensor]) -> None:
@@ -247,53 +283,81 @@ def backward(compute: Callable[[], Tensor]) -> None:
     The engine needs a driver for a GPU's gradients. Gradients of weights are dropped here, and one that adds to another
     counts as added in place.
     """
-    used: list[list[Tensor]] = []  # what forward saved, each in a list of its own that is emptied once it was used
+    saved_tensors: list[list[Tensor]] = []  # those that the current node has used; emptying one frees its tensor
+
+    def save(tensor: Tensor) -> list[Tensor]:
+        return [tensor]
 
     def use(saved: list[Tensor]) -> Tensor:
-        used.append(saved)
+        saved_tensors.append(saved)
         return saved[0]
 
     # Without a graph task of the engine, activation checkpointing would recompute for each tensor that it saved.
     one_task = getattr(checkpoint, "GraphExecGroup", contextlib.nullcontext)
-    with FusedAttention(), saved_tensors_hooks(lambda tensor: [tensor], use):
+    with FusedAttention(), saved_tensors_hooks(save, use):
         loss = compute()
         assert loss.grad_fn is not None, "a loss depends on weights"
-        order = itertools.count()
-        queue = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
-        pending: dict[Node, list[Tensor | None]] = {loss.grad_fn: [torch.ones_like(loss)]}
+        queue = _NodeQueue()
+        queue.add(loss.grad_fn, 0, torch.ones_like(loss))
         with torch.no_grad(), one_task():
             while queue:
-                node = heapq.heappop(queue)[-1]
-                left = _gradients(node, pending.pop(node))
-                for saved in used:  # by this node
+                node, gradients = queue.pop()
+                passed_on = _gradients(node, gradients)
+                del gradients
+                for saved in saved_tensors:
                     saved.clear()
-                used.clear()
-                while left:
-                    child, slot, gradient = left.pop()
-                    inputs = child._input_metadata
-                    if child not in pending:
-                        pending[child] = [None] * len(inputs)
-                        heapq.heappush(queue, (-child._sequence_nr(), next(order), child))
-                    if pending[child][slot] is None:
-                        wanted = inputs[slot]  # the shape and type that the node takes, as the engine gives it
-                        pending[child][slot] = (gradient if gradient.shape == wanted.shape else
-                                                gradient.sum_to_size(wanted.shape)).to(wanted.dtype)
+                saved_tensors.clear()
+                while passed_on:  # one after the other is freed
+                    child, slot, gradient = passed_on.pop()
+                    queue.add(child, slot, gradient)
                     del gradient
 
 
-def _gradients(node: Node, given: list[Tensor | None]) -> list[tuple[Node, int, Tensor]]:
+class _NodeQueue:
+    """The nodes of autograd that wait for their turn, with the gradients of their outputs: the last of forward first.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Node]] = []
+        self._order = itertools.count()
+        self._pending: dict[Node, list[Tensor | None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def add(self, node: Node, slot: int, gradient: Tensor) -> None:
+        """Add a gradient of the output with this index; one that adds to another counts as added in place."""
+        inputs = node._input_metadata
+        if node not in self._pending:
+            self._pending[node] = [None] * len(inputs)
+            heapq.heappush(self._heap, (-node._sequence_nr(), next(self._order), node))
+        if self._pending[node][slot] is None:
+            wanted = inputs[slot]  # the shape and type that the node takes, as the engine gives it
+            if gradient.shape != wanted.shape:
+                gradient = gradient.sum_to_size(wanted.shape)
+            self._pending[node][slot] = gradient.to(wanted.dtype)
+
+    def pop(self) -> tuple[Node, list[Tensor | None]]:
+        """The node whose turn it is, and the gradients of its outputs."""
+        *_, node = heapq.heappop(self._heap)
+        return node, self._pending.pop(node)
+
+
+def _gradients(node: Node, of_outputs: list[Tensor | None]) -> list[tuple[Node, int, Tensor]]:
     """Run the backward of a node; return nodes that get a gradient, the index of their output, and the gradient."""
     edges = list(node.next_functions)
-    found: Any  # a gradient, or several
+    of_inputs: Any  # a gradient, or several
     if isinstance(node, BackwardCFunction):  # which has an edge for each input that needs a gradient
-        filled = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) if one is None else one
-                  for one, each in zip(given, node._input_metadata, strict=True)]
-        found = node.apply(*filled)
-        found = found if isinstance(found, tuple) else (found,)
-        found = [one for one, needed in zip(found, node.needs_input_grad, strict=False) if needed]
+        filled = [torch.zeros(output.shape, dtype=output.dtype, device=output.device) if gradient is None else gradient
+                  for gradient, output in zip(of_outputs, node._input_metadata, strict=True)]
+        of_inputs = _as_tuple(node.apply(*filled))
+        of_inputs = [gradient for gradient, needed in zip(of_inputs, node.needs_input_grad, strict=False) if needed]
         edges = [edge for edge in edges if edge[0] is not None]
     else:
-        found = node(*given)  # type: ignore[operator]  # torch's type isn't callable
-        found = found if isinstance(found, tuple) else (found,)
-    return [(child, slot, one) for (child, slot), one in zip(edges, found, strict=False)
-            if child is not None and one is not None and not hasattr(child, "variable")]
+        of_inputs = _as_tuple(node(*of_outputs))  # type: ignore[operator]  # torch's type isn't callable
+    return [(child, slot, gradient) for (child, slot), gradient in zip(edges, of_inputs, strict=False)
+            if child is not None and gradient is not None and not hasattr(child, "variable")]
+
+
+def _as_tuple(gradients: Any) -> tuple[Any, ...]:  # one, or several
+    return gradients if isinstance(gradients, tuple) else (gradients,)

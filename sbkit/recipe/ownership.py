@@ -10,10 +10,10 @@ import functools
 import os
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from speechbrain.augment.augmenter import Augmenter
@@ -36,8 +36,9 @@ from sbkit.recipe.values import unwrapped
 
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType,
            torch.dtype, torch.device, torch.Size, torch.Generator)
-#: Keys that sbkit's Brain itself adds to checkpoints.
-_SAVED_BY_BRAIN, _SAVED_BY_TASK = ("ema",), ("ema", "schedule", "normalize", "train_logger")
+#: Keys that sbkit's Brain itself adds to checkpoints, and those that a task adds.
+_SAVED_BY_BRAIN = ("ema",)
+_SAVED_BY_TASK = ("ema", "schedule", "normalize", "train_logger")
 #: A limit of objects to visit, more than any recipe has, for a data set in a list.
 _MAX_OBJECTS = 500_000
 
@@ -80,8 +81,8 @@ def tensors(built: Built) -> Iterator[Tensor]:
             key, node = origin.key, origin
         if isinstance(obj, nn.Module):
             module = obj
-        for name, inner, known in _inside(obj):
-            todo.append((inner, f"{path}{name}", module, known, key, node))
+        for name, inner, is_registered in _inside(obj):
+            todo.append((inner, f"{path}{name}", module, is_registered, key, node))
 
 
 def _inside(obj: object) -> Iterator[tuple[str, object, bool]]:
@@ -169,43 +170,69 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
             findings.warning("not-owned", built.nodes[key].place, key,
                              f"{type(obj).__name__} keeps running statistics and is not under modules: it never leaves "
                              "training mode, so validation changes them", _fixes(key, owned))
+
     pretrained = _pretrained(built)
-    moved = {id(p) for obj in built.hparams.values() if hasattr(obj, "to_device")  # SpeechBrain's rescorers
-             for part in vars(obj).values() if isinstance(part, nn.Module) for p in part.parameters()}
-    for key, found in unowned.items():
-        parameters = {id(t.value): t for t in found if isinstance(t.value, nn.Parameter)}.values()
+    moved = _moved_by_others(built)
+    for key, unowned_tensors in unowned.items():
+        parameters = {id(t.value): t for t in unowned_tensors if isinstance(t.value, nn.Parameter)}
         if not parameters or _is_copied(key, built, owned):
             continue  # `report_left_behind` reports constants, unless the forward works with them
-        first, place = next(iter(parameters)), found[0].place
-        trained = any(t.value.requires_grad for t in parameters)
-        obj = first.module if len({id(t.module) for t in parameters}) == 1 else built.hparams.get(key)
-        kind = type(obj).__name__ if isinstance(obj, nn.Module) else "a layer"
-        via = "" if first.path.startswith(key.split(".")[0]) else f" (it's reached through {first.path})"
-        if all(id(p.value) in pretrained for p in parameters):
-            if all(id(p.value) in moved for p in parameters):
-                continue
-            findings.warning("not-owned", place, key,
-                             f"{kind}, whose weights the pretrainer loads, is not under modules{via}: it would stay "
-                             "on the CPU unless what uses it moves it", _fixes(key, owned))
+        place = unowned_tensors[0].place
+        what = _describe_holder(key, list(parameters.values()), built)
+        if parameters.keys() <= pretrained:
+            if not parameters.keys() <= moved:
+                findings.warning("not-owned", place, key,
+                                 f"{what.kind}, whose weights the pretrainer loads, is not under modules{what.via}: it "
+                                 "would stay on the CPU unless what uses it moves it", _fixes(key, owned))
             continue
+        count = sum(t.value.numel() for t in parameters.values())
+        is_trained = any(t.value.requires_grad for t in parameters.values())
         findings.error(
             "not-owned", place, key,
-            f"{kind} with {sum(t.value.numel() for t in parameters):,} parameters is not under modules{via}: it would "
-            f"stay on the CPU, {'never be trained and never be saved' if trained else 'and not be saved'}",
+            f"{what.kind} with {count:,} parameters is not under modules{what.via}: it would "
+            f"stay on the CPU, {'never be trained and never be saved' if is_trained else 'and not be saved'}",
             _fixes(key, owned))
+
+
+class _Holder(NamedTuple):
+    kind: str
+    """The class of what holds some parameters, in words."""
+    via: str
+    """How it is reached, if its key doesn't say that; in brackets."""
+
+
+def _describe_holder(key: str, parameters: Sequence[Tensor], built: Built) -> _Holder:
+    """Describe what holds these parameters of a key: one module, or else the object of the key."""
+    first = parameters[0]
+    in_one_module = len({id(t.module) for t in parameters}) == 1
+    holder = first.module if in_one_module else built.hparams.get(key)
+    kind = type(holder).__name__ if isinstance(holder, nn.Module) else "a layer"
+    via = "" if first.path.startswith(key.split(".")[0]) else f" (it's reached through {first.path})"
+    return _Holder(kind, via)
+
+
+def _moved_by_others(built: Built) -> set[int]:
+    """Ids of the parameters that SpeechBrain's rescorers, and classes like them, move to a device themselves."""
+    movers = [obj for obj in built.hparams.values() if hasattr(obj, "to_device")]
+    parts = [part for mover in movers for part in vars(mover).values() if isinstance(part, nn.Module)]
+    return {id(parameter) for part in parts for parameter in part.parameters()}
 
 
 def _is_copied(key: str, built: Built, owned: Owned) -> bool:
     """Whether the object of a key is only a pattern that an owned module has copied, as in SpeechBrain's SepFormer."""
-    pattern, node = built.hparams.get(key), built.nodes.get(key)
+    pattern = built.hparams.get(key)
+    node = built.nodes.get(key)
     if not isinstance(pattern, nn.Module) or id(pattern) in owned.modules:
         return False
-    shapes = {name: tensor.shape for name, tensor in pattern.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in pattern.named_parameters()}
+
+    def is_copy(layer: nn.Module) -> bool:
+        return type(layer) is type(pattern) and shapes == {
+            name: parameter.shape for name, parameter in layer.named_parameters()}
+
     for name, taker in built.nodes.items():
         holder = owned.modules.get(id(built.hparams.get(name))) if node in taker.children() else None
-        if holder is not None and not _reaches(holder, pattern) and any(
-                type(layer) is type(pattern) and shapes == {each: p.shape for each, p in layer.named_parameters()}
-                for layer in holder.modules()):
+        if holder is not None and not _reaches(holder, pattern) and any(map(is_copy, holder.modules())):
             return True
     return False
 
@@ -225,9 +252,9 @@ def _reaches(holder: object, wanted: object) -> bool:
 
 def _pretrained(built: Built) -> set[int]:
     """Ids of the parameters that a Pretrainer, SpeechBrain's or one like it, loads again in each run."""
-    pretrainers = [each for key, each in built.hparams.items() if key == "pretrainer" or isinstance(each, Pretrainer)]
-    return {id(p) for each in pretrainers for module in getattr(each, "loadables", {}).values()
-            if isinstance(module, nn.Module) for p in module.parameters()}
+    pretrainers = [obj for key, obj in built.hparams.items() if key == "pretrainer" or isinstance(obj, Pretrainer)]
+    loaded = [obj for pretrainer in pretrainers for obj in getattr(pretrainer, "loadables", {}).values()]
+    return {id(parameter) for obj in loaded if isinstance(obj, nn.Module) for parameter in obj.parameters()}
 
 
 def missing_weights(pretrainer: Pretrainer) -> Iterator[tuple[str, str, str]]:
@@ -278,20 +305,36 @@ def left_behind(built: Built, before: Owned) -> list[Tensor]:
 
     before: what was owned before the move; parameters are moved in place, wherever else they are referred to
     """
-    stages = [each for obj in built.hparams.values() if isinstance(obj, Augmenter)
-              for each in obj.augmentations.values()]
-    moving = {id(layer) for obj in [*built.hparams.values(), *stages]
-              if isinstance(obj, (SpeedPerturb, BaseRescorerInterface))
-              for each in (obj.resamplers if isinstance(obj, SpeedPerturb) else [getattr(obj, "lm", None)])
-              if isinstance(each, nn.Module) for layer in each.modules()}
+    moving = _moved_in_forward(built)
     copied = {key for key in built.hparams if _is_copied(key, built, before)}
-    return [t for t in tensors(built)
-            if t.value.device.type == "cpu" and t.key not in copied
-            and t.value.dim() and t.value.numel()  # scalars work on any device
-            and id(t.module) not in moving and not isinstance(t.module, Deltas)
-            and not isinstance(t.value, nn.Parameter) and id(t.value) not in before.parameters
-            and (t.registered or not type(t.module).__module__.startswith("speechbrain."))
-            and not hasattr(t.module, f"{t.path.rpartition('.')[2]}_orig")]  # computed anew by torch's spectral_norm
+
+    def stays(tensor: Tensor) -> bool:
+        value = tensor.value
+        if value.device.type != "cpu" or not value.dim() or not value.numel():  # scalars work on any device
+            return False
+        if isinstance(value, nn.Parameter) or id(value) in before.parameters:
+            return False
+        if tensor.key in copied or id(tensor.module) in moving or isinstance(tensor.module, Deltas):
+            return False
+        if not tensor.registered and type(tensor.module).__module__.startswith("speechbrain."):
+            return False
+        name = tensor.path.rpartition(".")[2]
+        return not hasattr(tensor.module, f"{name}_orig")  # computed anew by torch's spectral_norm
+
+    return [tensor for tensor in tensors(built) if stays(tensor)]
+
+
+def _moved_in_forward(built: Built) -> set[int]:
+    """Ids of the layers inside SpeechBrain's SpeedPerturb and rescorers."""
+    augmentations = [augmentation for obj in built.hparams.values() if isinstance(obj, Augmenter)
+                     for augmentation in obj.augmentations.values()]
+    parts: list[object] = []
+    for obj in [*built.hparams.values(), *augmentations]:
+        if isinstance(obj, SpeedPerturb):
+            parts += obj.resamplers
+        elif isinstance(obj, BaseRescorerInterface):
+            parts.append(getattr(obj, "lm", None))
+    return {id(layer) for part in parts if isinstance(part, nn.Module) for layer in part.modules()}
 
 
 def report_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> None:
@@ -301,15 +344,16 @@ def report_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> 
     for tensor in left:
         if not (tensor.registered and tensor.key in reported):  # those move once their module is under modules
             groups.setdefault(tensor.key, []).append(tensor)
-    for key, found in groups.items():
-        paths = listed(dict.fromkeys(t.path for t in found), limit=3)
-        if all(t.registered for t in found):
+    for key, of_key in groups.items():
+        first = of_key[0]
+        paths = listed(dict.fromkeys(tensor.path for tensor in of_key), limit=3)
+        if all(tensor.registered for tensor in of_key):
             hint = _fixes(key, owned)
-        elif found[0].module is None:
+        elif first.module is None:
             hint = "register it as a buffer of a module that is under modules"
         else:
-            hint = f"make it a buffer of {type(found[0].module).__name__} (register_buffer), or move it in forward"
-        findings.warning("left-behind", found[0].place, key,
+            hint = f"make it a buffer of {type(first.module).__name__} (register_buffer), or move it in forward"
+        findings.warning("left-behind", first.place, key,
                          f"{paths} would stay on the CPU when the modules move to a device", hint)
 
 
@@ -328,8 +372,8 @@ def saved_by(recoverable: object) -> dict[int, torch.Tensor]:
         return {}
     # A class may have a method that returns them.
     saved: Callable[[], Iterable[object]] | None = getattr(recoverable, "saved", None)
-    kept = saved() if callable(saved) else recoverable.state_dict(keep_vars=True).values()
-    return {id(t): t for t in kept if isinstance(t, torch.Tensor)}
+    values = saved() if callable(saved) else recoverable.state_dict(keep_vars=True).values()
+    return {id(value): value for value in values if isinstance(value, torch.Tensor)}
 
 
 def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
@@ -341,48 +385,71 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
     node = built.nodes.get("checkpointer")
     if saved is None or node is None:
         return
-    holders = {name: saved_by(obj) for name, obj in saved.items()}
-    pretrained = _pretrained(built)
-    not_saved = {id(p) for p in owned.parameters.values()  # a script may not train what it doesn't save
-                 if id(p) in pretrained and not (p.requires_grad and "brain" in built.hparams)}
-    for root_name, root in owned.roots.items():
-        by_holders: dict[tuple[str, ...], list[str]] = {}
-        owned_by = dict(root.named_parameters())
-        for name, parameter in owned_by.items():
-            if id(parameter) in not_saved:
-                continue
-            by_holders.setdefault(tuple(h for h, held in holders.items() if id(parameter) in held), []).append(name)
-        for held_by, names in by_holders.items():
-            if not held_by:
-                advice = f"add `{root_name}: !ref <{root_name}>` to the recoverables"
-                trained = {id(owned_by[name]) for name in names} & pretrained
-                for key, module in built.hparams.items():
-                    own = {id(p) for p in module.parameters()} if isinstance(module, nn.Module) else set()
-                    if not own.isdisjoint(trained) and own <= pretrained:
-                        advice += f"; or, to keep the pretrainer's weights, write `freeze: {{{key}: true}}`"
-                        break
-                findings.error("not-saved", node.place, "checkpointer.recoverables",
-                               f"{len(names)} parameters of {root_name} are in no checkpoint, such as {names[0]}",
-                               advice)
-            elif len(held_by) > 1:
-                findings.warning("saved-twice", node.place, "checkpointer.recoverables",
-                                 f"{len(names)} parameters of {root_name} are saved by {' and by '.join(held_by)}",
-                                 f"keep one of {listed(held_by)}: loading the last overwrites the others")
-    custom = built.hparams["checkpointer"].custom_save_hooks
+    _check_saved_once(built, owned, saved, node.place, findings)
+
+    custom_hooks = built.hparams["checkpointer"].custom_save_hooks
     for name, obj in saved.items():
-        if name not in custom and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is None:
+        if name not in custom_hooks and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is None:
             findings.error("not-savable", node.place, f"checkpointer.recoverables.{name}",
                            f"there is no way to save {type(obj).__name__}, so the first checkpoint would fail",
                            "remove it, or give the checkpointer a custom_save_hooks for it")
-    kept = {id(obj) for obj in saved.values()}
-    by_brain = _SAVED_BY_TASK if is_task(brain_class(built.root)) else _SAVED_BY_BRAIN
+    _check_states(built, saved, findings)
+
+
+def _check_saved_once(built: Built, owned: Owned, saved: Mapping[str, object], place: Place,
+                      findings: Findings) -> None:
+    """Check that each parameter under ``modules`` is in exactly one recoverable.
+
+    place : where the checkpointer is written
+    """
+    tensors_of = {name: saved_by(obj) for name, obj in saved.items()}
+    pretrained = _pretrained(built)
+    need_no_file = {id(parameter) for parameter in owned.parameters.values()  # a script may not train them
+                    if id(parameter) in pretrained and not (parameter.requires_grad and "brain" in built.hparams)}
+    for root_name, root in owned.roots.items():
+        parameters = dict(root.named_parameters())
+        names_by_holders: dict[tuple[str, ...], list[str]] = {}
+        for name, parameter in parameters.items():
+            if id(parameter) not in need_no_file:
+                holders = tuple(holder for holder, held in tensors_of.items() if id(parameter) in held)
+                names_by_holders.setdefault(holders, []).append(name)
+        for holders, names in names_by_holders.items():
+            if not holders:
+                advice = f"add `{root_name}: !ref <{root_name}>` to the recoverables"
+                trained = {id(parameters[name]) for name in names} & pretrained
+                frozen_key = _pretrained_key(built, trained, pretrained)
+                if frozen_key:
+                    advice += f"; or, to keep the pretrainer's weights, write `freeze: {{{frozen_key}: true}}`"
+                findings.error("not-saved", place, "checkpointer.recoverables",
+                               f"{len(names)} parameters of {root_name} are in no checkpoint, such as {names[0]}",
+                               advice)
+            elif len(holders) > 1:
+                findings.warning("saved-twice", place, "checkpointer.recoverables",
+                                 f"{len(names)} parameters of {root_name} are saved by {' and by '.join(holders)}",
+                                 f"keep one of {listed(holders)}: loading the last overwrites the others")
+
+
+def _pretrained_key(built: Built, trained: set[int], pretrained: set[int]) -> str:
+    """The first key of a module that has some of the trained parameters and is wholly pretrained; empty without one."""
+    for key, module in built.hparams.items():
+        ids = {id(parameter) for parameter in module.parameters()} if isinstance(module, nn.Module) else set()
+        if not ids.isdisjoint(trained) and ids <= pretrained:
+            return key
+    return ""
+
+
+def _check_states(built: Built, saved: Mapping[str, object], findings: Findings) -> None:
+    """Warn of objects with a state that no checkpoint holds."""
+    recoverable_ids = {id(obj) for obj in saved.values()}
+    saved_by_brain = _SAVED_BY_TASK if is_task(brain_class(built.root)) else _SAVED_BY_BRAIN
+    unread = {finding.key for finding in findings if finding.code == "unread-key"}  # their state is no loss
     for key, obj in built.hparams.items():
-        if id(obj) in kept or key in by_brain or isinstance(obj, (Checkpointer, type)):
+        if id(obj) in recoverable_ids or key in saved_by_brain or key in unread:
             continue
-        if any(found.code == "unread-key" and found.key == key for found in findings):  # then its state is no loss
+        if isinstance(obj, (Checkpointer, type)):
             continue
-        saves = not isinstance(obj, nn.Module) and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is not None
-        if saves or _keeps_statistics(obj):
+        has_hook = not isinstance(obj, nn.Module) and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is not None
+        if has_hook or _keeps_statistics(obj):
             findings.warning("not-saved", built.nodes[key].place, key,
                              f"{type(obj).__name__} has a state that no checkpoint holds, so a resumed run loses it",
                              f"add `{key}: !ref <{key}>` to the checkpointer's recoverables")
@@ -404,7 +471,8 @@ def optimized_by(built: Built) -> str:
 
 def check_optimizer(built: Built, owned: Owned, findings: Findings) -> None:
     """Check that there is an optimizer, that it can be built, and that at least one parameter is trained."""
-    opt_class, node = built.hparams.get("opt_class"), built.nodes.get("opt_class")
+    opt_class = built.hparams.get("opt_class")
+    node = built.nodes.get("opt_class")
     if not optimized_by(built):
         findings.error("missing-key", built.nodes["brain"].place, "opt_class",
                        "the recipe lacks this key, so nothing would be trained",
