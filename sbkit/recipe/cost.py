@@ -7,7 +7,7 @@ same time. The hours are estimated from the number of operations, unless a measu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,7 +99,7 @@ class MemoryCounter(FlopCounter):
 
     def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
         super().__init__(weights)
-        self.known = {weight.untyped_storage()._cdata for weight in weights}  # counted separately
+        self.weights = {weight.untyped_storage()._cdata for weight in weights}  # counted separately
         self.alive: dict[int, weakref.finalize[[int, int], torch.UntypedStorage]] = {}
         self.now = self.peak = 0
 
@@ -111,25 +111,28 @@ class MemoryCounter(FlopCounter):
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key not in self.alive and key not in self.known:
+            if key not in self.alive and key not in self.weights:
                 size = -(-storage.nbytes() // BLOCK) * BLOCK
                 self.alive[key] = weakref.finalize(storage, self._free, key, size)
                 self.now += size
                 self.peak = max(self.peak, self.now)
         temporary: list[torch.Tensor] = []  # tensors of these sizes
         if func._overloadpacket in _COPYING:
-            # Convolutions and norms take these two layouts without a copy.
-            temporary = [each for each in args if isinstance(each, torch.Tensor) and not (
-                each.is_contiguous()
-                or (each.dim() == 4 and each.is_contiguous(memory_format=torch.channels_last)))]
+            temporary = [value for value in args if isinstance(value, torch.Tensor) and not _taken_as_it_is(value)]
         elif func._overloadpacket is torch.ops.aten._softmax_backward_data:
             temporary = [args[1]]  # the product of gradient and output
-        self.peak = max(self.peak, self.now + sum(each.numel() * each.element_size() for each in temporary))
+        self.peak = max(self.peak, self.now + sum(tensor.numel() * tensor.element_size() for tensor in temporary))
         return out
 
     def _free(self, key: int, size: int) -> None:
         del self.alive[key]
         self.now -= size
+
+
+def _taken_as_it_is(tensor: torch.Tensor) -> bool:
+    """Whether convolutions and norms take a tensor without a copy: in either of two layouts."""
+    return tensor.is_contiguous() or (
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float, typical: float | None = None) -> BatchCost:
@@ -143,8 +146,10 @@ def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float, typ
     brain = build_brain(type(traced.brain), hparams, precision="fp32" if precision == "fp32" else "bf16")
     try:
         counted = flops.run(brain, utterances, longest, MemoryCounter, gpu=True)
-        operations = (flops.operations_per_second(brain, typical) if typical is not None else
-                      counted.operations / (utterances * longest))
+        if typical is not None:
+            operations = flops.operations_per_second(brain, typical)
+        else:
+            operations = counted.operations / (utterances * longest)
         layers = flops.layer_shares(brain, counted)
     finally:
         restore(nn.ModuleDict(owned.roots))
@@ -160,19 +165,25 @@ def longest_utterance(hparams: Mapping[str, Any]) -> float:
 def update_bytes(brain: Task) -> int:
     """The bytes that an update moves: it reads and writes weights, states and averages, and reads gradients twice, for
     their norm too."""
-    trained = sum(p.numel() * p.element_size() for p in brain.modules.parameters() if p.requires_grad)
-    return 2 * trained * (2 + states_per_parameter(vars(brain.hparams).get("opt_class")) +
-                          (brain.keys.moving_average is not None))
+    trained = _bytes_of(p for p in brain.modules.parameters() if p.requires_grad)
+    averages = brain.keys.moving_average is not None
+    return 2 * trained * (2 + states_per_parameter(vars(brain.hparams).get("opt_class")) + averages)
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def states_per_parameter(opt_class: object) -> int:
     """How many numbers the optimizer stores per parameter: what its class says, or else torch's by name."""
-    inner, given = unwrapped(opt_class)
+    inner, arguments = unwrapped(opt_class)
     declared: int | None = getattr(inner, "states_per_parameter", None)
     if declared is not None:
         return declared
     name = getattr(inner, "__name__", "")
-    return 1 if name == "SGD" and given.get("momentum") else _STATES.get(name, 2)
+    if name == "SGD" and arguments.get("momentum"):
+        return 1
+    return _STATES.get(name, 2)
 
 
 @dataclass(frozen=True)
@@ -231,57 +242,88 @@ class CostEstimate:
         memory = _memory_here(self.device)
         if memory is None or self.step_memory <= USABLE * memory:
             return
-        if any(one.seconds >= self.cost.batch_seconds for one in tried):
+        if any(size.seconds >= self.cost.batch_seconds for size in tried):
             return
-        node = batching.value.get("max_batch_seconds") if batching and isinstance(batching.value, dict) else None
-        written = node and (node.source or node)
-        findings.warning(
-            "too-large", written.place if written else Place(), written.key if written else "max_batch_seconds",
-            f"a micro-batch of {self.cost.batch_seconds:g} s needs about {_gib(self.step_memory)}, {self.device} has "
-            f"{_gib(memory)}", f"set max_batch_seconds to {self.largest_text(memory)} or less: the optimizer steps "
-            "stay the same, with more micro-batches" if self.largest(memory) >= self.cost.seconds else
-            f"not even one utterance of {self.cost.seconds:g} s fits: set a lower max_duration, "
-            "activation_checkpointing, or, for a pretrained encoder, train adapters (docs/how-to/finetune.md#adapters)")
+        written = batching.value.get("max_batch_seconds") if batching and isinstance(batching.value, dict) else None
+        if written is None:
+            place = Place()
+            key = "max_batch_seconds"
+        else:
+            written = written.source or written
+            place = written.place
+            key = written.key
+        if self.largest(memory) >= self.cost.seconds:
+            hint = (f"set max_batch_seconds to {self.largest_text(memory)} or less: the optimizer steps stay the same, "
+                    "with more micro-batches")
+        else:
+            hint = (f"not even one utterance of {self.cost.seconds:g} s fits: set a lower max_duration, "
+                    "activation_checkpointing, or, for a pretrained encoder, train adapters "
+                    "(docs/how-to/finetune.md#adapters)")
+        findings.warning("too-large", place, key, f"a micro-batch of {self.cost.batch_seconds:g} s needs about "
+                         f"{_gib(self.step_memory)}, {self.device} has {_gib(memory)}", hint)
 
 
 def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: str,
-         measured: StepMeasurement | None = None, typical: float | None = None) -> CostEstimate | None:
+                  measured: StepMeasurement | None = None, typical: float | None = None) -> CostEstimate | None:
     """Estimate the cost of a recipe whose forward was traced; None if it can't be estimated."""
     hparams = traced.built.hparams
     batch_seconds = getattr(hparams.get("batching"), "max_batch_seconds", None)
     if not traced.complete or not isinstance(batch_seconds, (int, float)):
         return None
-    parameters = {id(p): p for root in owned.roots.values() for p in root.parameters()}.values()
-    trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-    held = sum(t.numel() * t.element_size() for root in owned.roots.values() for t in root.state_dict().values())
+    parameters = list({id(p): p for root in owned.roots.values() for p in root.parameters()}.values())
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    # A gradient, the optimizer's states and a moving average.
     copies = 1 + states_per_parameter(hparams.get("opt_class")) + (traced.keys.moving_average is not None)
-    weights = held + trained * copies + WORKSPACE
+    state = [tensor for root in owned.roots.values() for tensor in root.state_dict().values()]
+    weights = _bytes_of(state) + _bytes_of(p for p in parameters if p.requires_grad) * copies + WORKSPACE
+    full_weights, adapter_weights = _weights_of_tuning(hparams, weights, _bytes_of(frozen), copies)
+
     cost = count(traced, owned, precision, float(batch_seconds), typical)
-    hours = None if measured is None else (measured.planned or measured.step_seconds / measured.batch_seconds) * 100
+    launches = len(cost.kernels) if device.type == "cuda" and not traced.brain.captures_steps else 0
     freeze = hparams.get("freeze")
     thaws = [value for value in flattened(freeze).values() if value is not True] if freeze else []
-    # What adapters keep frozen could train instead, which makes fewer errors if its gradients and states fit.
-    full = adapted = 0
-    if any(isinstance(each, Adapters) for each in hparams.values()):
-        frozen = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
-        full, adapted = weights + frozen * copies, weights
-    elif tuned := sum(p.numel() * p.element_size() for each in hparams.values() if isinstance(each, Encoder)
-                      for p in each.parameters() if p.requires_grad):
-        full, adapted = weights, weights - round((1 - ADAPTERS) * tuned) * copies
-    layers = [layer for root in owned.roots.values() for layer in root.modules()]
-    inexact = [f"{what} needs less memory than is counted here{why}" for what, why, applies in (
-        ("activation_checkpointing", "", hparams.get("activation_checkpointing")),
-        ("an LSTM or GRU", ": what cuDNN saves of it is unknown", any(isinstance(each, nn.RNNBase) for each in layers))
-    ) if applies]
-    launches = len(cost.kernels) if device.type == "cuda" and not traced.brain.captures_steps else 0
     estimate = CostEstimate(
-        sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad), weights, cost,
-        hours, str(device), measured, inexact, int(max(thaws, default=0)), update=update_bytes(traced.brain),
-        full_weights=full, adapter_weights=adapted, launch_seconds=launches * speed.LAUNCH_MS / 1000)
-    if measured is not None or (limits := speed.limits_of(device, precision)) is None:
+        parameters=sum(p.numel() for p in parameters), frozen=sum(p.numel() for p in frozen), weights=weights,
+        cost=cost, hours_per_100=None, device=str(device), measured=measured, inexact=_inexact(hparams, owned),
+        unfreezes=int(max(thaws, default=0)), update=update_bytes(traced.brain), full_weights=full_weights,
+        adapter_weights=adapter_weights, launch_seconds=launches * speed.LAUNCH_MS / 1000)
+
+    if measured is not None:
+        seconds_per_second = measured.planned or measured.step_seconds / measured.batch_seconds
+        return replace(estimate, hours_per_100=100 * seconds_per_second)
+    limits = speed.limits_of(device, precision)
+    if limits is None:
         return estimate
     audio = traced.keys.batching.update_seconds
     return replace(estimate, hours_per_100=100 * estimate.least_step_seconds(audio, limits) / audio)
+
+
+def _weights_of_tuning(hparams: Mapping[str, Any], weights: int, frozen: int, copies: int) -> tuple[int, int]:
+    """``weights`` if all of the recipe's pretrained encoder trained, and if only adapters in it did; 0 without one.
+
+    What adapters keep frozen could train instead, which makes fewer errors if its gradients and states fit.
+
+    frozen : the bytes of the parameters that aren't trained
+    copies : what is stored for each trained parameter, besides it
+    """
+    if any(isinstance(value, Adapters) for value in hparams.values()):
+        return weights + frozen * copies, weights
+    tuned = _bytes_of(parameter for value in hparams.values() if isinstance(value, Encoder)
+                      for parameter in value.parameters() if parameter.requires_grad)
+    if not tuned:
+        return 0, 0
+    return weights, weights - round((1 - ADAPTERS) * tuned) * copies
+
+
+def _inexact(hparams: Mapping[str, Any], owned: Owned) -> list[str]:
+    """Why less memory is needed than is counted."""
+    remarks = []
+    if hparams.get("activation_checkpointing"):
+        remarks.append("activation_checkpointing needs less memory than is counted here")
+    layers = (layer for root in owned.roots.values() for layer in root.modules())
+    if any(isinstance(layer, nn.RNNBase) for layer in layers):
+        remarks.append("an LSTM or GRU needs less memory than is counted here: what cuDNN saves of it is unknown")
+    return remarks
 
 
 def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: float | None = None, passes: int = 1,
@@ -294,9 +336,9 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
     epochs : of the run
     """
     cost = estimate.cost
+    frozen = f", {estimate.frozen:,} of them frozen" if estimate.frozen else ""
     rows = [
-        ["parameters",
-         f"{estimate.parameters:,}" + (f", {estimate.frozen:,} of them frozen" if estimate.frozen else "")],
+        ["parameters", f"{estimate.parameters:,}{frozen}"],
         ["weights, gradients, optimizer", _gib(estimate.weights)],
         [f"a micro-batch of {cost.batch_seconds:g} s ({cost.utterances} x {cost.seconds:g} s)", _gib(cost.memory)],
         ["total", _gib(estimate.step_memory)],
@@ -306,26 +348,27 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
         rows.append([f"largest max_batch_seconds on {estimate.device}, {total / GIB:.0f} GiB",
                      estimate.largest_text(total)])
     else:
-        enough = [size for size in SIZES if estimate.largest(size * 1e9) >= estimate.cost.seconds]
+        enough = [size for size in SIZES if estimate.largest(size * 1e9) >= cost.seconds]
         by_size = ", ".join(f"{size} GB: {estimate.largest_text(size * 1e9)}" for size in enough)
         rows.append(["largest max_batch_seconds by GPU", by_size or "none"])
     device = torch.device(estimate.device).type
-    rows += [[f"largest by sbkit tune with {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
+    rows += [[f"largest by sbkit tune with {size.gib:g} GiB on {device}", f"{size.seconds} s"] for size in tried]
+
     if estimate.hours_per_100 is not None:
-        amounts = {"time for 100 hours of audio": 100.0}  # by the row of the table
+        hours_of = {"time for 100 hours of audio": 100.0}  # by the row of the table
         if hours is not None:
             times = f", {passes} times {time_span(3600 * hours)}" if passes > 1 else ""
-            amounts = {f"time of an epoch, {time_span(3600 * hours * passes)} of audio{times}": hours * passes,
-                       f"time of the run, {counted(epochs, 'epoch')}": hours * passes * epochs}
-        rows += [[f"{what}, one {device}", time_span(36 * estimate.hours_per_100 * amount)] for what,
-                 amount in amounts.items()]
+            hours_of = {f"time of an epoch, {time_span(3600 * hours * passes)} of audio{times}": hours * passes,
+                        f"time of the run, {counted(epochs, 'epoch')}": hours * passes * epochs}
+        rows += [[f"{what}, one {device}", time_span(36 * estimate.hours_per_100 * audio_hours)]
+                 for what, audio_hours in hours_of.items()]
     values = {
         "parameters": estimate.parameters, "frozen": estimate.frozen, "weights_bytes": estimate.weights,
-        "batch_bytes": cost.memory,
-        "batch_seconds": cost.batch_seconds, "operations_per_second_of_audio": cost.operations,
-        "step_bytes": estimate.step_memory, "largest_here": total and estimate.largest(total),
+        "batch_bytes": cost.memory, "batch_seconds": cost.batch_seconds,
+        "operations_per_second_of_audio": cost.operations, "step_bytes": estimate.step_memory,
+        "largest_here": total and estimate.largest(total),
         "largest_max_batch_seconds": {f"{size} GB": int(estimate.largest(size * 1e9)) for size in SIZES},
-        "tried_max_batch_seconds": {f"{one.gib:g} GiB": one.seconds for one in tried},
+        "tried_max_batch_seconds": {f"{size.gib:g} GiB": size.seconds for size in tried},
         "hours_per_100_hours": estimate.hours_per_100, "audio_hours_per_epoch": hours and hours * passes,
         "epochs": hours and epochs, "measured": estimate.measured is not None, "device": estimate.device,
         "measured_bytes": estimate.measured.peak_bytes if estimate.measured is not None else None,
@@ -342,22 +385,36 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
 def _advise_tuning(estimate: CostEstimate) -> str:
     """Say whether to train the whole encoder or adapters: the whole one unless memory says no."""
     cost = estimate.cost
-    ways = [replace(estimate, weights=weights) for weights in (estimate.full_weights, estimate.adapter_weights)]
-    one = cost.memory / cost.batch_seconds * cost.seconds  # an utterance; others can be further micro-batches
-    needs = "{} for the whole encoder, {} for adapters".format(*(_gib((way.weights + one) / USABLE) for way in ways))
+    whole = replace(estimate, weights=estimate.full_weights)
+    adapters = replace(estimate, weights=estimate.adapter_weights)
+    utterance = cost.memory / cost.batch_seconds * cost.seconds  # others can be further micro-batches
+    needs = (f"tuning needs at least {_gib((whole.weights + utterance) / USABLE)} for the whole encoder, "
+             f"{_gib((adapters.weights + utterance) / USABLE)} for adapters")
+
     memory = _memory_here(estimate.device)
     if memory is None:
-        sizes = [[f"{size} GB" for size in SIZES if way.largest(size * 1e9) >= cost.seconds] for way in ways]
-        where = "; the whole encoder fits " + (f"from {sizes[0][0]} on" if sizes[0] else "on no single GPU")
-        where += "" if sizes[0] else f", adapters from {sizes[1][0]} on" if sizes[1] else ", nor do adapters"
+        where = f"; {_smallest_gpus(whole, adapters)}"
         advice = "where it fits, train the whole encoder, which makes fewer errors"
     else:
         where = f"; {estimate.device} has {_gib(memory)}"
-        fits = [way.largest(memory) >= cost.seconds for way in ways]
-        advice = "train the whole encoder, which makes fewer errors than adapters" if fits[0] else \
-            "train adapters, or try a lower max_duration or activation_checkpointing first" if fits[1] else \
-            "neither fits: a lower max_duration, activation_checkpointing, or a smaller encoder"
-    return f"tuning needs at least {needs}{where}: {advice} (docs/how-to/finetune.md#adapters)"
+        if whole.largest(memory) >= cost.seconds:
+            advice = "train the whole encoder, which makes fewer errors than adapters"
+        elif adapters.largest(memory) >= cost.seconds:
+            advice = "train adapters, or try a lower max_duration or activation_checkpointing first"
+        else:
+            advice = "neither fits: a lower max_duration, activation_checkpointing, or a smaller encoder"
+    return f"{needs}{where}: {advice} (docs/how-to/finetune.md#adapters)"
+
+
+def _smallest_gpus(whole: CostEstimate, adapters: CostEstimate) -> str:
+    """Say on which of the common GPUs tuning fits."""
+    for_whole, for_adapters = ([size for size in SIZES if way.largest(size * 1e9) >= way.cost.seconds]
+                               for way in (whole, adapters))
+    if for_whole:
+        return f"the whole encoder fits from {for_whole[0]} GB on"
+    if for_adapters:
+        return f"the whole encoder fits on no single GPU, adapters from {for_adapters[0]} GB on"
+    return "the whole encoder fits on no single GPU, nor do adapters"
 
 
 def _remarks(estimate: CostEstimate) -> list[str]:

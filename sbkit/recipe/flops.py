@@ -133,7 +133,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 def least_seconds(kernels: Sequence[Kernel], limits: Speed) -> float:
     """The least time of kernels on a device: none is faster than its operations and its bytes allow."""
-    return sum(max(kernel.operations / limits.operations, kernel.moved / limits.bytes) for kernel in kernels)
+    return sum(max(operations / limits.operations, moved / limits.bytes) for operations, moved in kernels)
 
 
 def typical_seconds(durations: np.ndarray) -> float:

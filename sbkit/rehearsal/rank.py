@@ -192,7 +192,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         diary.brain = brain = trial.brain
         seconds = trial.edges[-1]
         count = max(1, int(trial.batching.max_batch_seconds / seconds))
-        kernels: list[tuple[int, int]] = []  # operations and bytes of each
+        kernels: list[flops.Kernel] = []
         try:
             kernels = flops.run(brain, count, seconds, flops.FlopCounter).kernels
         except NotImplementedError as error:
