@@ -38,15 +38,14 @@ def check_corpus(built: Built, task: TaskClass, findings: Findings, request: Che
         batching.max_batch_seconds = batching.most_seconds(cost.longest_utterance(built.hparams))
 
     whole = built.hparams.get("corpus")
-    in_mixture = isinstance(whole, Mixture)
+    needed_of_each = () if isinstance(whole, Mixture) else request.needed
     for corpus, node in _corpora(built):
         _check_longest(built, corpus, node, findings)
         _check_source_exists(corpus, node, findings, request)
         is_there = not any(finding.code == "no-corpus" for finding in findings)
         if task is not None and is_there and isinstance(corpus, Corpus):
-            needed_splits = () if in_mixture else request.needed
             try:
-                corpus.check_source(task.needs_text(), task.columns, needed_splits)
+                corpus.check_source(task.needs_text(), task.columns, needed_of_each)
             except MissingRecordings as error:
                 source = node.value.get("source", node)
                 request.report_missing("no-recordings", source.source or source, error, findings)
@@ -54,7 +53,7 @@ def check_corpus(built: Built, task: TaskClass, findings: Findings, request: Che
                 place, key = node.origin_of(_key_to_blame(corpus, node, error))
                 findings.error("corpus", place, key, error.message, error.hint or "")
 
-    if in_mixture and not any(finding.code in ("no-corpus", "corpus") for finding in findings):
+    if isinstance(whole, Mixture) and not any(finding.code in ("no-corpus", "corpus") for finding in findings):
         _check_splits_of_mixture(whole, built.nodes["corpus"], findings, request)
 
 

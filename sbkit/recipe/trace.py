@@ -49,7 +49,8 @@ from sbkit.recipe.values import static
 from sbkit.system.console import logging_disabled
 
 #: Utterances of the batch, and seconds of each.
-UTTERANCES, SECONDS = 2, 3.0
+UTTERANCES = 2
+SECONDS = 3.0
 #: Methods of modules that a forward calls.
 _CALLS = ("forward", "encode", "decode")
 # Torch's messages about sizes that don't match.
@@ -59,7 +60,8 @@ _MISMATCHES = (
     re.compile(r"to have (?P<wanted>\d+) channels, but got (?P<given>\d+) channels"),
     re.compile(r"shape \[\*, (?P<wanted>\d+)\], but got input of size\s?\[.*?(?P<given>\d+)\]"),
 )
-_HOME, _PYTHON = Path(sbkit.__file__).parent, Path(sysconfig.get_paths()["stdlib"])
+_HOME = Path(sbkit.__file__).parent
+_PYTHON = Path(sysconfig.get_paths()["stdlib"])
 _OTHER_DEVICE = re.compile(r"two different devices (\S+), (\S+)|Expected all tensors to be on the same device")
 
 
@@ -120,7 +122,7 @@ def on_fake_tensors(holder: Task | nn.Module, compute: Callable[[FakeTensorMode]
 def without_driver() -> Iterator[None]:
     """Within it, torch.autocast isn't switched off because there is no GPU, and nothing asks a driver."""
     with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False), \
-            mock.patch.object(torch.cuda, "is_bf16_supported", lambda *given: True):
+            mock.patch.object(torch.cuda, "is_bf16_supported", lambda *options: True):
         yield
 
 
@@ -134,7 +136,9 @@ class WholeSequences(TorchFunctionMode):
                            kwargs: Mapping[str, Any] | None = None) -> object:
         if func in _CELLS:
             return _cell(_CELLS[func], *args, **(kwargs or {}))
-        return (functools.partial(_sequence, _LAYERS[func]) if func in _LAYERS else func)(*args, **(kwargs or {}))
+        if func in _LAYERS:
+            return _sequence(_LAYERS[func], *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 # The gates of each kind.
@@ -148,22 +152,29 @@ def _sequence(gates: int, input: Tensor, hx: Any, params: Sequence[Tensor],  # a
     """The outputs of a stack of layers [B, T, directions x H], or [T, B, ...] as given, and their last states."""
     states = hx if isinstance(hx, (tuple, list)) else (hx,)
     directions = 2 if bidirectional else 1
-    number, outputs = num_layers * directions, list[Tensor]()
-    count = len(params) // number
-    for at in range(number):
-        w_ih, w_hh, *more = params[at * count:(at + 1) * count]
+    passes = num_layers * directions
+    weights_per_pass = len(params) // passes
+    outputs: list[Tensor] = []
+    for index in range(passes):
+        w_ih, w_hh, *more = params[index * weights_per_pass:(index + 1) * weights_per_pass]
         # Any states of each frame, which need gradients too, as the first ones may.
-        before = (input[..., :1] + sum(_beside(input, state)[at].flatten()[0].to(input.dtype) for state in states)
-                  ).expand(*input.shape[:-1], w_hh.shape[1])
-        found = _cell(gates, input, before, w_ih, w_hh, *more[:2 if has_biases else 0])
-        outputs.append(functional.linear(found, more[-1]) if len(more) % 2 else found)  # the projection of an LSTM
-        if (at + 1) % directions == 0:
+        before = (input[..., :1] + _one_value(input, states, index)).expand(*input.shape[:-1], w_hh.shape[1])
+        output = _cell(gates, input, before, w_ih, w_hh, *more[:2 if has_biases else 0])
+        has_projection = len(more) % 2  # of an LSTM
+        outputs.append(functional.linear(output, more[-1]) if has_projection else output)
+        if (index + 1) % directions == 0:
             input = torch.cat(outputs[-directions:], -1)
-            if train and dropout and at + 1 < number:
+            if train and dropout and index + 1 < passes:
                 input = functional.dropout(input, dropout)
     lasts = [output.flatten(0, -2)[:1, :1] for output in outputs]
-    ends = [torch.stack([one.to(last.dtype) + last for one, last in zip(each, lasts, strict=True)]) for each in states]
+    ends = [torch.stack([one.to(last.dtype) + last for one, last in zip(state, lasts, strict=True)])
+            for state in states]
     return (input, *ends)
+
+
+def _one_value(input: Tensor, states: Sequence[Tensor], index: int) -> Tensor | int:
+    """A number that depends on all first states of a pass."""
+    return sum(_beside(input, state)[index].flatten()[0].to(input.dtype) for state in states)
 
 
 def _cell(gates: int, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor,  # a state, or that of an LSTM and its cell
@@ -171,10 +182,12 @@ def _cell(gates: int, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor,  # a s
     before, *cell = hx if isinstance(hx, (tuple, list)) else (hx,)
     projected = functional.linear(input, w_ih, b_ih) + functional.linear(_beside(input, before), w_hh, b_hh)
     first, *others = projected.chunk(gates, -1)
-    found = torch.tanh(first)
+    state = torch.tanh(first)
     for gate in others:
-        found = found * torch.sigmoid(gate)
-    return (found, found + _beside(input, cell[0]).to(found.dtype)) if cell else found
+        state = state * torch.sigmoid(gate)
+    if not cell:
+        return state
+    return state, state + _beside(input, cell[0]).to(state.dtype)
 
 
 def _beside(input: Tensor, state: Tensor) -> Tensor:
@@ -190,29 +203,34 @@ def _ligru(layer: LiGRU_Layer, projected: Tensor, first: Tensor) -> Tensor:
     before = projected[..., :first.shape[-1]]
     candidate, gate = (projected + layer.u(before)).chunk(2, -1)
     gate = torch.sigmoid(gate)
-    found: Tensor = gate * before + (1 - gate) * layer.act(candidate)
-    return found
+    states: Tensor = gate * before + (1 - gate) * layer.act(candidate)
+    return states
 
 
 def build_brain(task: TaskClass, hparams: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Task:
     """Build the Brain of a recipe, without output folder and checkpoints; ``more`` replaces values of keys."""
-    kept = {key: value for key, value in hparams.items()
-            if key not in ("output_folder", "schedule", "precision", "grad_accumulation_factor")}
-    more = {"freeze": permanently_frozen(hparams.get("freeze")), **more}
-    return task(modules=hparams["modules"], hparams={**kept, **more}, checkpointer=None,
+    values = {key: value for key, value in hparams.items()
+              if key not in ("output_folder", "schedule", "precision", "grad_accumulation_factor")}
+    values["freeze"] = permanently_frozen(hparams.get("freeze"))
+    values.update(more)
+    return task(modules=hparams["modules"], hparams=values, checkpointer=None,
                 run_opts=RunOptions(device="cpu", precision=precision, overridden_args={"device", "precision"}))
 
 
 def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) -> Trace:
     """Run a training batch through the recipe's Brain on fake tensors; the first mismatch becomes a finding."""
-    found = Trace(built)
-    task = found.task
+    traced = Trace(built)
+    task = traced.task
     if task is None:
-        found.note = "the forward: " + ("its brain could not be built" if "brain" in built.missing else
-                                        "its brain is not a task of sbkit" if "brain" in built.nodes else
-                                        "the recipe has no brain, so only its script knows what its parts "
-                                        f"compute; {SCRIPT}")
-        return found
+        if "brain" in built.missing:
+            reason = "its brain could not be built"
+        elif "brain" in built.nodes:
+            reason = "its brain is not a task of sbkit"
+        else:
+            reason = f"the recipe has no brain, so only its script knows what its parts compute; {SCRIPT}"
+        traced.note = f"the forward: {reason}"
+        return traced
+
     misfits = task.Keys.misfits(built.hparams)
     for key, message, hint in misfits:
         findings.error("wrong-class", built.root.place_of(key), key, message, hint)
@@ -220,19 +238,20 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
     missing = [key for key in needed if built.hparams.get(key) is None] or [key for key, *_ in misfits]
     if missing:
         what = "of the wrong class" if misfits else "missing or not built"
-        found.note = f"the forward: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} {what}"
-        return found
-    with _reporting(found, findings), torch.no_grad():
-        found.keys = task.Keys.read(built.hparams)
-        clashes = list(found.keys.clashes())  # keys that can't be combined
+        traced.note = f"the forward: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} {what}"
+        return traced
+
+    with _reporting(traced, findings), torch.no_grad():
+        traced.keys = task.Keys.read(built.hparams)
+        clashes = list(traced.keys.clashes())  # keys that can't be combined
         for key, message, hint in clashes:
             node = built.nodes.get(key, built.nodes["modules"])
             findings.error("clash", node.place if key in built.nodes else Place(node.place.file), key, message, hint)
-        if clashes or not task.check_parts(found.keys, built, findings):
-            return found
-        found.brain = build_brain(task, {**built.hparams, "modules": modules}, accelerate=False)
-        on_fake_tensors(found.brain, lambda _: _run(found, "cpu"))
-    return found
+        if clashes or not task.check_parts(traced.keys, built, findings):
+            return traced
+        traced.brain = build_brain(task, {**built.hparams, "modules": modules}, accelerate=False)
+        on_fake_tensors(traced.brain, lambda _: _run(traced, "cpu"))
+    return traced
 
 
 def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> Trace:
@@ -240,37 +259,37 @@ def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> Tr
 
     modules : all that a Brain moves, on the ``meta`` device
     """
-    found = Trace(before.built)
-    found.brain = before.brain
+    traced = Trace(before.built)
+    traced.brain = before.brain
 
     def run(_: FakeTensorMode) -> None:
         for layer in modules.modules():  # each once, wherever a recipe names it
             layer.to_empty(device="cuda:0", recurse=False)
-        _run(found, "cuda:0")
+        _run(traced, "cuda:0")
 
-    with _reporting(found, findings), torch.no_grad(), without_driver():
-        on_fake_tensors(found.brain, run)
-    return found
+    with _reporting(traced, findings), torch.no_grad(), without_driver():
+        on_fake_tensors(traced.brain, run)
+    return traced
 
 
 @contextlib.contextmanager
-def _reporting(found: Trace, findings: Findings) -> Iterator[None]:
+def _reporting(traced: Trace, findings: Findings) -> Iterator[None]:
     """Turn errors within it into findings, or into a note if they aren't mistakes."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        node, _ = _blame(error, found.built)
+        node, _ = _blame(error, traced.built)
         where = node.key if node else "the features"
-        found.note = (f"the {found.stage} after {where}, which reads values of tensors on the host "
-                      f"(.item() or similar){own_line(error)} or computes shapes from them; that also stalls a GPU")
+        traced.note = (f"the {traced.stage} after {where}, which reads values of tensors on the host "
+                       f"(.item() or similar){own_line(error)} or computes shapes from them; that also stalls a GPU")
     except Exception as error:  # each layer has its own errors for a shape that doesn't fit
         call = needs_real_tensors(error)
         if call is None:
-            _report(error, found, findings)
+            _report(error, traced, findings)
         else:
-            node, _ = _blame(error, found.built)
-            found.note = (f"the {found.stage} from {call}{f' in {node.key}' if node else ''} on, which needs real "
-                          "tensors or a driver")
+            node, _ = _blame(error, traced.built)
+            traced.note = (f"the {traced.stage} from {call}{f' in {node.key}' if node else ''} on, which needs real "
+                           "tensors or a driver")
 
 
 def own_line(error: BaseException) -> str:
@@ -293,25 +312,25 @@ def needs_real_tensors(error: BaseException) -> str | None:
     return str(error.func.name()) if isinstance(error, UnsupportedOperatorException) else None
 
 
-def _run(found: Trace, device: str) -> None:
-    batch = found.brain.dummy_batch(UTTERANCES, SECONDS).to(device)
-    with _recording_shapes(found):
-        outputs = found.brain.compute_forward(batch, Stage.TRAIN)
-        found.stage = "loss"
-        found.brain.compute_objectives(outputs, batch, Stage.TRAIN)
-    found.complete = True
+def _run(traced: Trace, device: str) -> None:
+    batch = traced.brain.dummy_batch(UTTERANCES, SECONDS).to(device)
+    with _recording_shapes(traced):
+        outputs = traced.brain.compute_forward(batch, Stage.TRAIN)
+        traced.stage = "loss"
+        traced.brain.compute_objectives(outputs, batch, Stage.TRAIN)
+    traced.complete = True
 
 
 @contextlib.contextmanager
-def _recording_shapes(found: Trace) -> Iterator[None]:
+def _recording_shapes(traced: Trace) -> Iterator[None]:
     """Within it, record the shape of the first output of each object of the recipe."""
-    watched = [(key, obj) for key, obj in found.built.hparams.items() if isinstance(obj, nn.Module)]
+    watched = [(key, obj) for key, obj in traced.built.hparams.items() if isinstance(obj, nn.Module)]
     patched: list[tuple[nn.Module, str]] = []
     for key, module in watched:
         for name in _CALLS:
             call = getattr(module, name, None)
             if callable(call) and name not in vars(module):
-                vars(module)[name] = _recording(call, key, module, found)
+                vars(module)[name] = _recording(call, key, module, traced)
                 patched.append((module, name))
     try:
         yield
@@ -320,16 +339,16 @@ def _recording_shapes(found: Trace) -> Iterator[None]:
             del vars(module)[name]
 
 
-def _recording(call: Callable[..., Any], key: str, module: nn.Module, found: Trace) -> Callable[..., Any]:
+def _recording(call: Callable[..., Any], key: str, module: nn.Module, traced: Trace) -> Callable[..., Any]:
     @functools.wraps(call)
     def recorded(*args: Any, **kwargs: Any) -> object:
-        _check_call(call, key, module, found.task, args, kwargs)
+        _check_call(call, key, module, traced.task, args, kwargs)
         out = call(*args, **kwargs)
         first = out
         while isinstance(first, (tuple, list)) and first:
             first = first[0]
         if isinstance(first, torch.Tensor):
-            found.outputs.setdefault(key, (type(module).__name__, tuple(first.shape)))
+            traced.outputs.setdefault(key, (type(module).__name__, tuple(first.shape)))
         return out
 
     return recorded
@@ -348,15 +367,17 @@ def _check_call(call: Callable[..., Any], key: str, module: nn.Module, task: Tas
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
-        given = " and ".join([*map(_shown, args), *(f"{name} {_shown(value)}" for name, value in kwargs.items())])
-        declared = task.Keys.declared().get(key) if task is not None else None
-        pretrained = re.match(r"speechbrain\..*\.huggingface", type(module).__module__)
+        arguments = [*map(_shown, args), *(f"{name} {_shown(value)}" for name, value in kwargs.items())]
+        declaration = task.Keys.declared().get(key) if task is not None else None
+        if re.match(r"speechbrain\..*\.huggingface", type(module).__module__):
+            hint = "hparams/finetune.yaml trains a pretrained encoder"
+        else:
+            hint = "wrap it in a module that takes them"
+            if declaration is not None:
+                hint += f"; this key is {declaration.what}"
         raise SbkitError(
-            f"it is called with {given}, but {type(module).__name__}.{call.__name__} takes "
-            f"{listed(signature.parameters) or 'nothing'}",
-            hint="hparams/finetune.yaml trains a pretrained encoder" if pretrained else
-                 "wrap it in a module that takes them" + (f"; this key is {declared.what}" if declared else "")
-        ) from None
+            f"it is called with {' and '.join(arguments)}, but {type(module).__name__}.{call.__name__} takes "
+            f"{listed(signature.parameters) or 'nothing'}", hint=hint) from None
 
 
 def _shown(value: object) -> str:
@@ -378,59 +399,79 @@ def _blame(error: BaseException, built: Built) -> tuple[Node | None, nn.Module |
     return node, layer
 
 
-def _report(error: Exception, found: Trace, findings: Findings) -> None:
-    built = found.built
+def _report(error: Exception, traced: Trace, findings: Findings) -> None:
+    """Report an error of the forward or the loss, at the object of the recipe that is to blame."""
+    built = traced.built
     node, layer = _blame(error, built)
     if node is not None:
-        place, key = node.place, node.key
-    elif found.stage == "loss" or own_line(error):
-        place, key = built.nodes["brain"].place, "brain"
+        place = node.place
+        key = node.key
+    elif traced.stage == "loss" or own_line(error):
+        place = built.nodes["brain"].place
+        key = "brain"
     else:
-        place, key = Place(built.nodes["modules"].place.file), next(reversed(found.outputs), "features")
+        place = Place(built.nodes["modules"].place.file)
+        key = next(reversed(traced.outputs), "features")
     inside = f" (in its {type(layer).__name__})" if layer is not None and built.origin(layer) is not node else ""
     text = " ".join(str(error).split())
-    if _OTHER_DEVICE.search(text) and any(f.code == "not-owned" and f.key == key for f in findings):
-        return  # that finding explains it
+
     if _OTHER_DEVICE.search(text):
-        findings.error("device-mismatch", place, key,
-                       f"a tensor stays on the CPU while the rest is on a device{inside}",
-                       "register it as a buffer, or move it in forward with .to(x.device)")
+        if not any(finding.code == "not-owned" and finding.key == key for finding in findings):  # that explains it
+            findings.error("device-mismatch", place, key,
+                           f"a tensor stays on the CPU while the rest is on a device{inside}",
+                           "register it as a buffer, or move it in forward with .to(x.device)")
         return
     if isinstance(error, SbkitError):
         findings.error("forward", place, key, error.message, error.hint or "")
         return
-    for pattern in _MISMATCHES:
-        if match := pattern.search(text):
-            given, wanted = int(match["given"]), int(match["wanted"])
-            message = f"the input has {given} values per frame, and {wanted} are expected{inside}"
-            arguments = node.value.items() if node is not None and isinstance(node.value, dict) else ()
-            named = [name for name, child in arguments if static(child) == wanted and isinstance(name, str)]
-            argument = next((name for name in named if "in" in name), named[0] if named else None)  # an input size
-            if node is not None and argument is not None:
-                place, key = node.place_of(argument), node.key_of(argument)
-                suggestion = f"set {argument} to {given}, or make the layer before it output {wanted}"
-            else:
-                suggestion = f"make the layer before it output {wanted}"
-            findings.error("shape-mismatch", place, key, message, suggestion)
-            return
+    mismatch = next(filter(None, (pattern.search(text) for pattern in _MISMATCHES)), None)
+    if mismatch is not None:
+        _report_mismatch(int(mismatch["given"]), int(mismatch["wanted"]), inside, node, place, key, findings)
+        return
+
     hint = "compare its arguments with the input's shape"
     if not isinstance(error, RuntimeError):  # one of the layer's texts may be misspelt
-        texts = node.value.items() if node is not None and isinstance(node.value, dict) else ()
-        shown = [f"{name} {value!r}" for name, child in texts if isinstance(value := static(child), str)]
-        hint = f"it gets {listed(shown)}" if shown else "check its arguments"
+        values = {name: static(child) for name, child in _arguments(node).items()}
+        texts = [f"{name} {value!r}" for name, value in values.items() if isinstance(value, str)]
+        hint = f"it gets {listed(texts)}" if texts else "check its arguments"
     findings.error("forward", place, key,
-                   f"the {found.stage} fails{inside}{own_line(error)}: {type(error).__name__}: {text[:300]}", hint)
+                   f"the {traced.stage} fails{inside}{own_line(error)}: {type(error).__name__}: {text[:300]}", hint)
+
+
+def _report_mismatch(size: int, wanted: int, inside: str, node: Node | None, place: Place, key: str,
+                     findings: Findings) -> None:
+    """Report an input of a wrong size, at the argument that says which size is expected, if there is one.
+
+    node : the object that gets the input; ``place`` and ``key`` are its own, or where it is probably used
+    """
+    names = [name for name, child in _arguments(node).items() if static(child) == wanted and isinstance(name, str)]
+    argument = next((name for name in names if "in" in name), names[0] if names else None)  # an input size, if any
+    hint = f"make the layer before it output {wanted}"
+    if node is not None and argument is not None:
+        place = node.place_of(argument)
+        key = node.key_of(argument)
+        hint = f"set {argument} to {size}, or {hint}"
+    findings.error("shape-mismatch", place, key,
+                   f"the input has {size} values per frame, and {wanted} are expected{inside}", hint)
+
+
+def _arguments(node: Node | None) -> dict[Any, Node]:
+    """The named arguments of an object of the recipe."""
+    return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
 # ---------------------------------------------------------------------------------------------- the table
 
 
-def section(found: Trace) -> Section | None:
+def section(traced: Trace) -> Section | None:
     """The report's table of output shapes, with the task's remarks."""
-    if not found.outputs:
+    if not traced.outputs:
         return None
-    rows = [[key, kind, f"[{', '.join(['B', *map(str, shape[1:])])}]"] for key, (kind, shape) in found.outputs.items()]
-    values: dict[str, Any] = {key: list(shape) for key, (_, shape) in found.outputs.items()}
-    remarks, more = found.brain.describe() if found.complete else ([], {})
+    rows = [[key, kind, f"[{', '.join(['B', *map(str, shape[1:])])}]"] for key, (kind, shape) in traced.outputs.items()]
+    values: dict[str, Any] = {key: list(shape) for key, (_, shape) in traced.outputs.items()}
+    remarks: list[str] = []
+    if traced.complete:
+        remarks, facts = traced.brain.describe()
+        values |= facts
     return Section("Shapes", ["key", "class", "output"], rows,
-                   [*remarks, f"for utterances of {SECONDS:g} seconds"], values | more)
+                   [*remarks, f"for utterances of {SECONDS:g} seconds"], values)

@@ -210,7 +210,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         reserved = torch.cuda.memory_reserved() if nodes else 0
         brain.trainer.runner.reset()  # the next step is without, so that its lines are known
         held, peak, timeline = memory_timeline(brain, batch)
-        work = [*kernels, (0, update_bytes(brain))]
+        work = [*kernels, flops.Kernel(0, update_bytes(brain))]
         limits = limits_of(device, brain.precision)
         figures = {
             "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds,
