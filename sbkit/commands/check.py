@@ -9,11 +9,17 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sbkit.commands.options import price
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 from sbkit.system.environment import check_torch
+
+if TYPE_CHECKING:
+    from sbkit.recipe.arguments import CommandLine
+    from sbkit.recipe.report import Report, Section
+    from sbkit.rehearsal.cards import Card
 
 HELP = (
     "--json prints it for programs, --measure times a few steps.\n"
@@ -37,80 +43,105 @@ def run(argv: list[str]) -> int:
 def _check(argv: list[str]) -> int:
     check_torch()
     from sbkit.recipe import arguments
+
+    options, argv = arguments.command_options(argv, "see sbkit check --help", FLAGS, as_=str, html=Path, price=price)
+    _refuse_combinations(options)
+    if options.as_ is not None:
+        return _rehearse(argv, options)
+    return _check_here(argv, options)
+
+
+def _refuse_combinations(options: argparse.Namespace) -> None:
+    if options.price is not None and options.no_run:
+        raise SbkitError("--price needs the model, which --no-run doesn't build", hint="drop one of them")
+    if options.measure and options.no_run:
+        raise SbkitError("--measure runs steps of the recipe, which --no-run doesn't", hint="drop one of them")
+    if options.as_ is not None and (options.measure or options.no_run):
+        raise SbkitError("--as rehearses the whole run, so it can't be used with "
+                         f"{'--measure' if options.measure else '--no-run'}", hint="drop one of them")
+    if options.as_ is None and options.html is not None:
+        raise SbkitError("--html writes the report of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
+
+
+def _check_here(argv: list[str], options: argparse.Namespace) -> int:
+    """Check the recipe for this machine, and print the report."""
+    from sbkit.recipe import arguments
     from sbkit.recipe.check import check
 
-    given, argv = arguments.command_options(argv, "see sbkit check --help", FLAGS, as_=str, html=Path, price=price)
-    if given.price is not None and given.no_run:
-        raise SbkitError("--price needs the model, which --no-run doesn't build", hint="drop one of them")
-    if given.measure and given.no_run:
-        raise SbkitError("--measure runs steps of the recipe, which --no-run doesn't", hint="drop one of them")
-    if given.as_ is not None:
-        if given.measure or given.no_run:
-            raise SbkitError("--as rehearses the whole run, so it can't be used with "
-                             f"{'--measure' if given.measure else '--no-run'}", hint="drop one of them")
-        return _rehearse(argv, given)
-    if given.html is not None:
-        raise SbkitError("--html writes the report of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
-    request = arguments.parse(argv, importable=not given.no_run)
+    request = arguments.parse(argv, importable=not options.no_run)
     measure = None
-    if given.measure:
+    if options.measure:
         from sbkit.train.memory import trials
 
-        measure = partial(trials.measure, request, planned=given.price is not None)
+        measure = partial(trials.measure, request, planned=options.price is not None)
     pricing = None
-    if given.price is not None:
+    if options.price is not None:
         from sbkit.recipe.price import PriceRequest
         from sbkit.rehearsal.cards import CARDS
 
-        pricing = PriceRequest(given.price, watts={card.name: card.watts for card in CARDS.values()})
-    report = check(request.path, request.overrides, run_opts=request.run_opts, run=not given.no_run, measure=measure,
+        pricing = PriceRequest(options.price, watts={card.name: card.watts for card in CARDS.values()})
+    report = check(request.path, request.overrides, run_opts=request.run_opts, run=not options.no_run, measure=measure,
                    pricing=pricing)
-    if given.json:
+    if options.json:
         print(report.json())
     else:
-        ignored = {"unknown-override", "no-value"} & {each.code for each in report.errors}  # tables would mislead
-        facts = "" if ignored else report.facts()
-        if facts:
-            print(facts, flush=True)
-        if report.problems():
-            print(f"{chr(10) if facts else ''}{report.problems()}", file=sys.stderr, flush=True)
-        print(f"\n{report.verdict()}", file=sys.stderr if report.errors else sys.stdout)
+        _print_report(report)
     return 1 if report.errors else 0
 
 
-def _rehearse(argv: list[str], given: argparse.Namespace) -> int:
+def _print_report(report: Report) -> None:
+    """Print the tables on stdout, and what is wrong on stderr."""
+    # Tables of a recipe without the overrides that were meant would mislead.
+    is_as_meant = {"unknown-override", "no-value"}.isdisjoint(finding.code for finding in report.errors)
+    facts = report.facts() if is_as_meant else ""
+    problems = report.problems()
+    if facts:
+        print(facts, flush=True)
+    if problems:
+        print(("\n" if facts else "") + problems, file=sys.stderr, flush=True)
+    print(f"\n{report.verdict()}", file=sys.stderr if report.errors else sys.stdout)
+
+
+def _rehearse(argv: list[str], options: argparse.Namespace) -> int:
+    """Rehearse the whole run on fake GPUs, and print what came of it."""
     from sbkit.recipe import arguments
     from sbkit.recipe.load import check_overrides
     from sbkit.rehearsal.cards import parse_cards
     from sbkit.rehearsal.report import assemble, page, write_html
     from sbkit.rehearsal.run import rehearse
 
-    count, card = parse_cards(given.as_)
-    html: Path | None = given.html
+    count, card = parse_cards(options.as_)
+    html: Path | None = options.html
     if html is not None:
         disk.check_writable(html, "--html")
     request = arguments.parse([*argv, "--device", "cuda"])
-    if not given.json:  # JSON has these errors among its findings
+    if not options.json:  # JSON has these errors among its findings
         check_overrides(request.path, request.overrides)
-    sections, notes = {}, []
-    if given.price is not None:  # first: a corpus that isn't prepared is told now, not after the rehearsal
-        from sbkit.recipe.check import check
-        from sbkit.recipe.price import PriceRequest
+    # The price comes first: that a corpus isn't prepared is said now, not after the rehearsal.
+    price_sections, price_notes = ({}, []) if options.price is None else _priced(request, options.price, count, card)
+    for note in price_notes:
+        print(f"not checked: {note}", file=sys.stderr, flush=True)
 
-        pricing = PriceRequest(given.price, count, card.name, {card.name: card.watts})
-        priced = check(request.path, request.overrides, run_opts=request.run_opts, pricing=pricing)
-        sections = {name: each for name, each in priced.sections.items() if name == "price"}
-        notes = [note for note in priced.notes if note.startswith("the price")]
-        for note in notes:
-            print(f"not checked: {note}", file=sys.stderr, flush=True)
     started = time.perf_counter()
-    report = assemble(str(request.path), rehearse(argv, count, card), count, card, time.perf_counter() - started)
-    report.sections |= sections
-    report.notes += notes
-    print(report.json() if given.json else page(report))
+    rehearsal = rehearse(argv, count, card)
+    report = assemble(str(request.path), rehearsal, count, card, time.perf_counter() - started)
+    report.sections |= price_sections
+    report.notes += price_notes
+    print(report.json() if options.json else page(report))
     if html is not None:
         try:
             write_html(report, html)
         except OSError as error:
             raise disk.unwritable(html, "--html", error) from error
     return 1 if report.errors else 0
+
+
+def _priced(request: CommandLine, rate: float, count: int, card: Card) -> tuple[dict[str, Section], list[str]]:
+    """The table of the price on so many cards, and why there is none."""
+    from sbkit.recipe.check import check
+    from sbkit.recipe.price import PriceRequest
+
+    pricing = PriceRequest(rate, count, card.name, {card.name: card.watts})
+    report = check(request.path, request.overrides, run_opts=request.run_opts, pricing=pricing)
+    sections = {name: section for name, section in report.sections.items() if name == "price"}
+    return sections, [note for note in report.notes if note.startswith("the price")]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sbkit.commands.options import RUNS_CODE, add_average, add_search, chunk_sizes, request_of, require_run
 from sbkit.errors import SbkitError, printable
-from sbkit.score.weights import BEST
+from sbkit.score.weights import BEST, ChosenWeights
 from sbkit.system.console import counted, table
 from sbkit.system.environment import check_torch
 
 if TYPE_CHECKING:
+    from sbkit.data.manifest import Manifest
     from sbkit.data.remote import Remote
     from sbkit.recipe.load import Recipe
     from sbkit.runs.evaluation import CheckpointResult
@@ -112,84 +114,116 @@ def evaluate(request: EvaluateRequest) -> int:
             ranks.run_on_main(restore.warn_unfinished, recipe)
             brain = restore.build(recipe, request.device, eval_precision=request.precision)
             evaluation_options.use_options(brain, request, BundleLoader())
-            results = list(_results(request, recipe, brain, name, path, remote))
-            return _print_results(results, request) if ranks.is_main() else 0
+            results = _score_all(request, recipe, brain, name, path, remote)
+            if not ranks.is_main():
+                return 0
+            _print_results(results, request)
+            return OVER_LIMIT if _report_missed_bounds(results, request) else 0
     finally:
         ranks.shutdown()
 
 
-def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, path: Path,
-             remote: Remote) -> Iterator[CheckpointResult]:
+def _score_all(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, path: Path,
+               remote: Remote) -> list[CheckpointResult]:
+    """Score all requested weights on a manifest, and write what each scores.
+
+    name : of the results' folder, before what it says of the weights
+    path : of the manifest, whose recordings may be at the URLs that ``remote`` allows
+    """
     from sbkit.data.manifest import Manifest
-    from sbkit.runs import evaluation, evaluation_options, restore
-    from sbkit.train.distributed import ranks
+    from sbkit.runs import restore
 
     manifest = Manifest.read(path, remote=remote)
     for weights in request.weights:
         if weights.by_name:
             restore.find_checkpoint(recipe.keys.checkpointer, weights.checkpoint)  # before another is scored for hours
-    for weights in request.weights:
-        used = [Path(ckpt.path).name for ckpt in restore.take_weights(brain, weights)]
-        tuned: dict[str, Any] = {}
-        if request.tune_lm:
-            tuned = evaluation_options.tune_search(
-                brain, recipe.keys.corpus.manifest("dev"),
-                lambda dev: evaluation.transcribe(request, recipe, brain, dev, "dev"))
-        label = weights.label(used[0], len(used)) + request.label()
-        scored = evaluation.score(request, recipe, brain, manifest, label)
-        if request.behaviour:
-            behaviour = evaluation.try_behaviour(request, recipe, brain, manifest, recipe.keys.sample_rate)
-            scored.results.tables += behaviour.tables
-            scored.results.stats.update(behaviour.figures)
-            scored.facts.update(behaviour=behaviour.figures, tables=[vars(each) for each in behaviour.tables])
-        if search := {**evaluation_options.search_facts(brain), **tuned}:
-            scored.facts["decoder"] = search
-        scored.facts.update(
-            run=str(request.run.resolve()), corpus=request.on, source=evaluation.source(request.on),
-            manifest=str(path.resolve()), checkpoint=label, checkpoints=used,
-            folder=str(request.folder / f"{name}-{label}"))
-        yield scored._replace(replaced=ranks.run_on_main(evaluation.write, scored, manifest))
+    return [_score(request, recipe, brain, weights, manifest, name, path) for weights in request.weights]
 
 
-def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest) -> int:
+def _score(request: EvaluateRequest, recipe: Recipe, brain: Task, weights: ChosenWeights, manifest: Manifest,
+           name: str, path: Path) -> CheckpointResult:
+    """Score some of the run's weights, and write the results."""
+    from sbkit.runs import evaluation, evaluation_options, restore
+    from sbkit.train.distributed import ranks
+
+    checkpoints = [Path(checkpoint.path).name for checkpoint in restore.take_weights(brain, weights)]
+    tuned: dict[str, Any] = {}
+    if request.tune_lm:
+        tuned = evaluation_options.tune_search(
+            brain, recipe.keys.corpus.manifest("dev"),
+            lambda dev: evaluation.transcribe(request, recipe, brain, dev, "dev"))
+    label = weights.label(checkpoints[0], len(checkpoints)) + request.label()
+    scored = evaluation.score(request, recipe, brain, manifest, label)
+    if request.behaviour:
+        behaviour = evaluation.try_behaviour(request, recipe, brain, manifest, recipe.keys.sample_rate)
+        scored.results.tables += behaviour.tables
+        scored.results.stats.update(behaviour.figures)
+        scored.facts.update(behaviour=behaviour.figures, tables=[vars(one) for one in behaviour.tables])
+    search = {**evaluation_options.search_facts(brain), **tuned}
+    if search:
+        scored.facts["decoder"] = search
+    scored.facts.update(
+        run=str(request.run.resolve()), corpus=request.on, source=evaluation.source(request.on),
+        manifest=str(path.resolve()), checkpoint=label, checkpoints=checkpoints,
+        folder=str(request.folder / f"{name}-{label}"))
+    return scored._replace(replaced=ranks.run_on_main(evaluation.write, scored, manifest))
+
+
+def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest) -> None:
+    """Print a table of all results, and below it where each is and what was left out of it."""
     from sbkit.score.run_files import REPORT
 
+    _print_table(results, request)
+    for scored in results:
+        facts = scored.facts
+        if request.behaviour:
+            print(f"\n{facts['checkpoint']}\n{scored.results.text()}\n")
+        print(f"{facts['folder']}  (its page: {REPORT})")
+        for part, of_part in scored.results.parts.items():
+            print(f"  {part}: {of_part.headline()}")
+        if scored.replaced:
+            print(f"  replaced the result of {scored.replaced}; another --name keeps both")
+        _print_left_out("that could not be read", list(facts["damaged"]))
+        _print_left_out("without a reference", facts.get("without_reference") or [])
+
+
+def _print_table(results: Sequence[CheckpointResult], request: EvaluateRequest) -> None:
     columns = [name for name, _ in results[0].results.table_rows()[0]]
     rows = []
-    for result, facts, *_ in results:  # values that lines share are only in the first of them
+    for scored in results:
+        facts = scored.facts
+        # Values that the lines of a checkpoint share are only in the first of them.
         weights = facts["checkpoint"].removesuffix(request.label())
         shared = [weights + request.search_label(), facts["utterances"], facts["hours"]]
         factor = f"{facts['real_time_factor']:.4f}"
-        for line in result.table_rows():
+        for line in scored.results.table_rows():
             rows.append([*shared, *(value for _, value in line), factor])
-            shared, factor = [""] * len(shared), ""
+            shared = [""] * len(shared)
+            factor = ""
     print(table(["checkpoint", "utterances", "hours", *columns, "real-time factor"], rows))
-    for scored in results:
-        if request.behaviour:
-            print(f"\n{scored.facts['checkpoint']}\n{scored.results.text()}\n")
-        print(f"{scored.facts['folder']}  (its page: {REPORT})")
-        for part, each in scored.results.parts.items():
-            print(f"  {part}: {each.headline()}")
-        if scored.replaced:
-            print(f"  replaced the result of {scored.replaced}; another --name keeps both")
-        for what, ids in (("that could not be read", list(scored.facts["damaged"])),
-                          ("without a reference", scored.facts.get("without_reference"))):
-            if ids:
-                print(f"  not scored: {counted(len(ids), 'utterance')} {what}: "
-                      f"{printable(', '.join(ids[:5]))}")
-    bounds = [(name, 1, "more", bound) for name, bound in request.max_values]
-    bounds += [(name, -1, "less", bound) for name, bound in request.min_values]
+
+
+def _print_left_out(what: str, ids: Sequence[str]) -> None:
+    if ids:
+        print(f"  not scored: {counted(len(ids), 'utterance')} {what}: {printable(', '.join(ids[:5]))}")
+
+
+def _report_missed_bounds(results: Sequence[CheckpointResult], request: EvaluateRequest) -> bool:
+    """Print each figure that is not within the bounds of the command line; return whether there are any."""
+    bounds = [(name, bound, "more", operator.le) for name, bound in request.max_values]
+    bounds += [(name, bound, "less", operator.ge) for name, bound in request.min_values]
     if request.max_wer is not None:
-        bounds.append(("WER", 1, "more", request.max_wer))
-    code = 0
-    for name, sign, beyond, bound in bounds:
+        bounds.append(("WER", request.max_wer, "more", operator.le))
+
+    missed = False
+    for name, bound, beyond, is_within in bounds:
         if not results[0].results.figures(name):
             raise SbkitError(f"there is no {name} to compare with {bound:g}",
                              hint=f"the results have {', '.join(results[0].results.stats)}")
         for scored in results:
-            for of, value in scored.results.figures(name).items():
-                if not sign * value <= sign * bound:  # also NaN
-                    code = OVER_LIMIT
-                    print(f"{scored.facts['checkpoint']}: {name} is {value:.4g}{of and ' '}{of}, {beyond} than "
+            for part, value in scored.results.figures(name).items():
+                if not is_within(value, bound):  # NaN is within none
+                    missed = True
+                    print(f"{scored.facts['checkpoint']}: {name} is {value:.4g}{part and ' '}{part}, {beyond} than "
                           f"{bound:g}", file=sys.stderr)
-    return code
+    return missed

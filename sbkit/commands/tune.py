@@ -19,11 +19,11 @@ def run(argv: list[str]) -> int:
     from sbkit.train.memory import batch_size_search as sizes
     from sbkit.train.memory.trials import open_trial
 
-    given, argv = arguments.command_options(argv, "such as --memory 16", ("fresh",), memory=float)
+    options, argv = arguments.command_options(argv, "such as --memory 16", ("fresh",), memory=float)
     request = arguments.parse(argv)
     device = devices.resolve(request.run_opts.device)
-    gib = sizes.memory_budget(given.memory, device)
+    gib = sizes.memory_budget(options.memory, device)
     with open_trial(request, device) as trial:
-        found = sizes.measure(trial, request, gib, given.fresh)
-    print(sizes.summary(trial, found))
+        size = sizes.measure(trial, request, gib, options.fresh)
+    print(sizes.summary(trial, size))
     return 0
