@@ -297,8 +297,7 @@ def backward(compute: Callable[[], Tensor]) -> None:
     with FusedAttention(), saved_tensors_hooks(save, use):
         loss = compute()
         assert loss.grad_fn is not None, "a loss depends on weights"
-        queue = _NodeQueue()
-        queue.add(loss.grad_fn, 0, torch.ones_like(loss))
+        queue = _NodeQueue(loss.grad_fn, torch.ones_like(loss))
         with torch.no_grad(), one_task():
             while queue:
                 node, gradients = queue.pop()
@@ -317,10 +316,10 @@ class _NodeQueue:
     """The nodes of autograd that wait for their turn, with the gradients of their outputs: the last of forward first.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Node]] = []
+    def __init__(self, root: Node, gradient: Tensor) -> None:
         self._order = itertools.count()
-        self._pending: dict[Node, list[Tensor | None]] = {}
+        self._heap = [(-root._sequence_nr(), next(self._order), root)]
+        self._pending: dict[Node, list[Tensor | None]] = {root: [gradient]}
 
     def __bool__(self) -> bool:
         return bool(self._heap)
