@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,14 @@ def check_shadowed(files: Files, findings: Findings) -> None:
     References of that file find its own key, so the one beside ``recipe`` would change nothing there.
     """
     for i, (_, root) in enumerate(files[:-1]):
+        below = files[i + 1:]
         for key in root.value:
-            there = any(key in level.value for _, level in levels(files[i + 1:]))
-            named = re.compile(rf"<{re.escape(str(key))}[\[.>]")
-            blind = next((path for path, other in files[i + 1:]
-                          if any(named.search(str(node.value)) for node in _references(other))), None)
-            if key != BASE and there and blind is not None:
+            if key == BASE or not any(key in level.value for _, level in levels(below)):
+                continue
+            reference = re.compile(rf"<{re.escape(str(key))}[\[.>]")
+            blind = next((path for path, other in below
+                          if any(reference.search(str(node.value)) for node in _references(other))), None)
+            if blind is not None:
                 findings.error("shadowed", root.place_of(key), str(key),
                                f"it is beside `{BASE}`, so references in {blind.name} don't see it",
                                f"indent it, as one of the keys under `{BASE}`")
@@ -137,31 +139,13 @@ def _compose(text: str) -> yaml_nodes.Node | None:
 
 def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
     """Read a YAML as a tree of Nodes; nothing is imported or resolved. None, with a finding, if it can't be read."""
-    name, text = str(path), ""
+    name = str(path)
+    text = ""
     try:
         text = path.read_text(encoding="utf-8")
-        tree = _compose(text)
-        root = None
-        if isinstance(tree, yaml_nodes.MappingNode):
-            root = _Converter(name, text, findings).node(tree, prefix)
-            root.comments[None] = _comment_lines(reversed(text.splitlines())), ""
+        root = _tree_of(text, name, findings, prefix)
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        if error.problem == "could not find expected ':'":
-            mark = error.context_mark  # the key without one; ruamel's problem is where it gave up
-        place = Place(name, mark.line + 1, mark.column + 1) if mark else Place(name)
-        problem = (error.problem or error.context or str(error)).strip()
-        lines = text.splitlines()
-        for number in range(max(place.line - 1, 1), min(place.line, len(lines)) + 1):  # where it failed, or above
-            if glued := re.match(r"\s*(?:- +)?\w+:(?![ \n]|$|//)", lines[number - 1]):
-                place, problem = Place(name, number, glued.end()), "no space after the colon"
-                break
-        if problem.startswith("expected ' '"):
-            tag = re.search(r"!\w+", lines[place.line - 1])
-            advice = f"write a space after the tag: {tag[0] if tag else '!ref'} <key>"
-        else:
-            advice = next((hint for parts, hint in _ADVICE.items() if any(part in problem for part in parts)), "")
-        findings.error("syntax", place, "", f"this is not valid YAML: {problem}", advice)
+        _report_syntax(error, name, text.splitlines(), findings)
         return None
     except (UnicodeDecodeError, ReaderError) as error:
         findings.error("syntax", Place(name), "", f"this is not UTF-8 text: {first_line(error)}",
@@ -176,6 +160,7 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
     if root is None:
         findings.error("syntax", Place(name, 1, 1), "", "a recipe is made of lines `key: value`, this file isn't")
         return None
+
     if text.startswith("%"):
         findings.error("syntax", Place(name, 1, 1), "", "a recipe takes no directives", "remove the lines down to ---")
     for key in root.value:
@@ -184,10 +169,41 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
     return root
 
 
+def _tree_of(text: str, name: str, findings: Findings, prefix: str) -> Node | None:
+    """The tree of a text of YAML; None if that isn't a mapping."""
+    tree = _compose(text)
+    if not isinstance(tree, yaml_nodes.MappingNode):
+        return None
+    root = _Converter(name, text, findings).node(tree, prefix)
+    root.comments[None] = _comment_lines(reversed(text.splitlines())), ""
+    return root
+
+
+def _report_syntax(error: MarkedYAMLError, name: str, lines: Sequence[str], findings: Findings) -> None:
+    """Report what is no YAML, in the words of ruamel or better ones, with what to do about it."""
+    mark = error.problem_mark or error.context_mark
+    if error.problem == "could not find expected ':'":
+        mark = error.context_mark  # the key without one; ruamel's problem is where it gave up
+    place = Place(name, mark.line + 1, mark.column + 1) if mark else Place(name)
+    problem = (error.problem or error.context or str(error)).strip()
+    for number in range(max(place.line - 1, 1), min(place.line, len(lines)) + 1):  # where it failed, or above
+        glued = re.match(r"\s*(?:- +)?\w+:(?![ \n]|$|//)", lines[number - 1])
+        if glued:
+            place = Place(name, number, glued.end())
+            problem = "no space after the colon"
+            break
+    if problem.startswith("expected ' '"):
+        tag = re.search(r"!\w+", lines[place.line - 1])
+        advice = f"write a space after the tag: {tag[0] if tag else '!ref'} <key>"
+    else:
+        advice = next((hint for parts, hint in _ADVICE.items() if any(part in problem for part in parts)), "")
+    findings.error("syntax", place, "", f"this is not valid YAML: {problem}", advice)
+
+
 def _comment_lines(upwards: Iterable[str]) -> list[str]:
     """The comments and empty lines above a line; ``upwards`` begins with the nearest."""
-    found = itertools.takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), upwards)
-    return [line.strip() for line in found][::-1]
+    above = itertools.takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), upwards)
+    return [line.strip() for line in above][::-1]
 
 
 #: What to do about a problem of the YAML, by parts of ruamel's messages.
@@ -207,16 +223,18 @@ _ADVICE = {
 
 class _Converter:
     def __init__(self, file: str, text: str, findings: Findings):
-        self.file, self.lines, self.findings = file, _LINE.split(text), findings
-        self.known: dict[int, Node] = {}  # an alias becomes the same Node as its anchor
+        self.file = file
+        self.lines = _LINE.split(text)
+        self.findings = findings
+        self.converted: dict[int, Node] = {}  # by the id of ruamel's node: an alias becomes the same Node as its anchor
         self.constructor = YAML(typ="safe", pure=True).constructor
 
     def place(self, mark: StreamMark) -> Place:
         return Place(self.file, mark.line + 1, mark.column + 1)
 
     def node(self, raw: Any, key: str) -> Node:  # one of ruamel's: of those, only scalars have a style
-        if id(raw) in self.known:
-            return self.known[id(raw)]
+        if id(raw) in self.converted:
+            return self.converted[id(raw)]
         tag = str(raw.tag or "").replace("!tuple", "")  # ruamel adds it once HyperPyYAML has loaded something
         tag = "" if tag in _PLAIN_TAGS else tag.replace(_YAML_TAG, "!!")
         place = self.place(raw.start_mark)
@@ -224,9 +242,11 @@ class _Converter:
             quoted = raw.style is not None and not str(raw.tag).endswith("!tuple")  # a text in quotes is no tuple
             value = raw.value if tag or not str(raw.tag).startswith(_YAML_TAG) else self.scalar(raw)
             node = Node(value, place, key, tag, quoted)
+        elif isinstance(raw, yaml_nodes.MappingNode):
+            node = Node({}, place, key, tag)
         else:
-            node = Node({} if isinstance(raw, yaml_nodes.MappingNode) else [], place, key, tag)
-        self.known[id(raw)] = node  # before it is filled, since an alias inside it may name it
+            node = Node([], place, key, tag)
+        self.converted[id(raw)] = node  # before it is filled, since an alias inside it may name it
         if str(raw.tag).endswith("!tuple") and not isinstance(raw, yaml_nodes.ScalarNode):
             self.findings.wrong(node, "tuple-as-text", "!tuple takes a text such as (3, 4)",
                                 "write (3, 4), or a list without the tag")
@@ -259,14 +279,13 @@ class _Converter:
             return raw.value
 
     def mapping(self, raw: yaml_nodes.MappingNode, node: Node) -> dict[Any, Node]:
+        """The children of a mapping; its own keys come after those that it merges, and replace them."""
         own: dict[Any, Node] = {}
         merged: dict[Any, Node] = {}
         for raw_key, raw_value in raw.value:
             place = self.place(raw_key.start_mark)
             if raw_key.tag == _MERGE:
-                for part in raw_value.value if isinstance(raw_value, yaml_nodes.SequenceNode) else [raw_value]:
-                    if isinstance(part, yaml_nodes.MappingNode):
-                        merged = {**self.node(part, node.key).value, **merged}
+                merged = {**self.merged(raw_value, node.key), **merged}
                 continue
             if not isinstance(raw_key, yaml_nodes.ScalarNode):
                 self.findings.error("syntax", place, node.key, "a list or mapping can't be a key",
@@ -283,16 +302,29 @@ class _Converter:
             self.keep_comments(node, key, raw_key, raw_value)
         return {**merged, **own}
 
+    def merged(self, raw: Any, key: str) -> dict[Any, Node]:  # one of ruamel's nodes
+        """The children of the mappings that ``<<`` names; of an equal key that of the first."""
+        merged: dict[Any, Node] = {}
+        for part in raw.value if isinstance(raw, yaml_nodes.SequenceNode) else [raw]:
+            if isinstance(part, yaml_nodes.MappingNode):
+                merged = {**self.node(part, key).value, **merged}
+        return merged
+
 
 def moved(tree: Node, folder: str | Path, but: Container[str] = ()) -> Node:
-    """The tree, with the paths in its output folder moved to another folder, but for values of some keys."""
-    old, new = str(tree.value["output_folder"].value).rstrip("/"), str(folder).rstrip("/")
+    """The tree, with the paths in its output folder moved to another folder, except for values of some keys."""
+    old = str(tree.value["output_folder"].value).rstrip("/")
+    new = str(folder).rstrip("/")
+    if old in ("", "."):
+        return tree
 
     def move(node: Node) -> Node:
-        inside = isinstance(node.value, str) and f"{node.value}/".startswith(f"{old}/") and node.key not in but
-        return dataclasses.replace(node, value=new + node.value[len(old):]) if inside else node
+        is_inside = isinstance(node.value, str) and f"{node.value}/".startswith(f"{old}/")
+        if not is_inside or node.key in but:
+            return node
+        return dataclasses.replace(node, value=new + node.value[len(old):])
 
-    return tree if old in ("", ".") else tree.mapped(move)
+    return tree.mapped(move)
 
 
 def refer_again(path: Path, tree: Node, given: Mapping[str, Any]) -> Node:
@@ -302,19 +334,9 @@ def refer_again(path: Path, tree: Node, given: Mapping[str, Any]) -> Node:
     whole folder was copied or moved, the recipe is of where it is now.
     """
     output = tree.value.get("output_folder")
-    with open(path, encoding="utf-8", errors="replace") as file:
-        if not file.readline().startswith("# Generated ") or output is None or not output.scalar or _references(tree):
-            return tree
-    references: dict[Node, str] = {}
-    for key, copies in COPIED.items():
-        if key not in given or key not in tree.value or not tree.value[key].scalar:
-            continue
-        written = tree.value[key].value
-        equal = [(part, child) for node in tree.walk() for part, child in node.items()
-                 if child.scalar and child.value == written and child.key != key]
-        if key == "number_of_epochs" and any("epoch" in str(part) for part, _ in equal):
-            continue  # such as the epoch_count of a schedule, which would stay
-        references.update({child: f"<{key}>" for _, child in equal if re.fullmatch(copies, child.key)})
+    if not _is_written_by_run(path) or output is None or not output.scalar or _references(tree):
+        return tree
+    references = _references_to_copied(tree, given)
 
     def refer(node: Node) -> Node:
         return Node(references[node], node.place, node.key, "!ref") if node in references else node
@@ -323,9 +345,30 @@ def refer_again(path: Path, tree: Node, given: Mapping[str, Any]) -> Node:
     if "output_folder" in given:
         elsewhere = "data_folder", "corpus.source", "init_from", "encoder_source"
         return moved(tree, str(given["output_folder"]), but=elsewhere)
-    if (path.parent / "save").is_dir() and path.parent.resolve() != Path(str(output.value)).resolve():
+    is_run = (path.parent / "save").is_dir()
+    if is_run and path.parent.resolve() != Path(str(output.value)).resolve():
         return moved(tree, path.parent.resolve())
     return tree
+
+
+def _is_written_by_run(path: Path) -> bool:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.readline().startswith("# Generated ")
+
+
+def _references_to_copied(tree: Node, given: Mapping[str, Any]) -> dict[Node, str]:
+    """The values that were references to keys which are given now, as far as ``COPIED`` knows, and these references."""
+    references: dict[Node, str] = {}
+    for key, names in COPIED.items():
+        if key not in given or key not in tree.value or not tree.value[key].scalar:
+            continue
+        value = tree.value[key].value
+        equal = [(part, child) for node in tree.walk() for part, child in node.items()
+                 if child.scalar and child.value == value and child.key != key]
+        if key == "number_of_epochs" and any("epoch" in str(part) for part, _ in equal):
+            continue  # such as the epoch_count of a schedule, which would stay
+        references.update({child: f"<{key}>" for _, child in equal if re.fullmatch(names, child.key)})
+    return references
 
 
 def refuse_another_run(checkpoints: str | Path, output: str | Path) -> None:
