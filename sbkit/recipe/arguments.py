@@ -163,14 +163,14 @@ def _refuse_missing_corpus(source: object) -> None:
 def _refuse_unknown(recipe: Files, unknown: Mapping[str, object], known: Collection[str]) -> NoReturn:
     """Refuse keys, which have these values, that neither the recipe nor its task knows; ``known`` are those that are.
     """
-    told = {key: unknown_key(recipe, key, value, known) for key, value in unknown.items()}
-    if len(told) == 1:
-        [(key, (message, hint))] = told.items()
+    problems = {key: unknown_key(recipe, key, value, known) for key, value in unknown.items()}
+    if len(problems) == 1:
+        [(key, (message, hint))] = problems.items()
         raise SbkitError(f"--{key}: {message}", hint=hint)
-    hints = dict.fromkeys(hint for _, hint in told.values())
+    hints = dict.fromkeys(hint for _, hint in problems.values())
     if len(hints) > 1:
-        hints = dict.fromkeys(f"--{key}: {hint}" for key, (_, hint) in told.items())
-    raise SbkitError(f"{recipe[0][0]} has no keys {', '.join(told)}", hint="; ".join(hints))
+        hints = dict.fromkeys(f"--{key}: {hint}" for key, (_, hint) in problems.items())
+    raise SbkitError(f"{recipe[0][0]} has no keys {', '.join(problems)}", hint="; ".join(hints))
 
 
 def parse(argv: list[str], importable: bool = True) -> CommandLine:
@@ -190,18 +190,20 @@ def parse(argv: list[str], importable: bool = True) -> CommandLine:
         if action.dest == "optimizer_step_limit":
             action.type = int
         if "precision" in action.dest:
-            precisions[action.dest], action.choices = ["auto", *action.choices], None
-    words, off = _switched(argv, parser)
-    given, rest = parser.parse_known_args(words)
-    given = {**vars(given), **dict.fromkeys(off, False)}
-    path = locate(given.pop("param_file"))
+            precisions[action.dest] = ["auto", *action.choices]
+            action.choices = None
+    words, switched_off = _switched(argv, parser)
+    known, rest = parser.parse_known_args(words)
+    options = {**vars(known), **dict.fromkeys(switched_off, False)}
+    path = locate(options.pop("param_file"))
     if importable:
         make_importable(path)
-    check = not given.pop("no_check", False)
-    for name, known in precisions.items() if not check else ():  # the check reports a wrong one with all other mistakes
-        if given.get(name, "auto") not in known:
-            _raise(f"--{name}: choose one of {', '.join(known)}, not {given[name]!r}")
-    run_opts = RunOptions(**given, param_file=str(path), overridden_args=set(given) | {"param_file"})
+    check = not options.pop("no_check", False)
+    if not check:  # the check reports a wrong one with all other mistakes
+        for name, choices in precisions.items():
+            if options.get(name, "auto") not in choices:
+                _raise(f"--{name}: choose one of {', '.join(choices)}, not {options[name]!r}")
+    run_opts = RunOptions(**options, param_file=str(path), overridden_args=set(options) | {"param_file"})
     overrides = with_full_keys(parse_overrides(rest), files.keys(files.chain(path, Findings())))
     return CommandLine(path, run_opts, overrides, check)
 
@@ -254,10 +256,10 @@ def make_importable(recipe: Path) -> None:
 def _raise(message: str) -> None:
     if message.endswith("required: param_file"):
         raise SbkitError("no recipe given", hint="name it first: hparams/ctc.yaml [--key value ...]; --help says more")
-    for said, plain in {"invalid int value:": "write a whole number, such as 5, not",
+    for theirs, plain in {"invalid int value:": "write a whole number, such as 5, not",
                         "invalid float value:": "write a number, such as 0.5, not",
                         "ignored explicit argument": "it is a switch: write it without"}.items():
-        message = message.replace(said, plain)
+        message = message.replace(theirs, plain)
     raise SbkitError(message, hint="--help says more")
 
 
@@ -278,22 +280,37 @@ def locate(name: str) -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    if folder := next((path for path in candidates if path.is_dir()), None):
-        inside = sorted(str(path) for path in (*folder.glob("*.y*ml"), *folder.glob("*/*.y*ml")) if _builds(path))
-        raise SbkitError(f"{name} is a folder, not a recipe", hint=(
-            f"name one of its recipes: {listed(inside)}" if inside else
-            f"a corpus comes after the recipe: --data_folder {name}; sbkit new FOLDER writes recipes to start from"))
-    where = Path(name).parent
-    around = where if where.is_dir() else where.parent
-    found = [str(path) for path in around.glob("*.y*ml" if where.is_dir() else "*/*.y*ml")]
-    stem = did_you_mean(Path(name).stem, [Path(each).stem for each in found], 0.75)  # an equal folder isn't near
-    near = did_you_mean(name, [each for each in found if Path(each).stem == stem], cutoff=0)
+    for path in candidates:
+        if path.is_dir():
+            _refuse_folder(name, path)
+    _refuse_missing(name)
+
+
+def _refuse_folder(name: str, folder: Path) -> NoReturn:
+    recipes = sorted(str(path) for path in (*folder.glob("*.y*ml"), *folder.glob("*/*.y*ml")) if _builds(path))
+    if recipes:
+        hint = f"name one of its recipes: {listed(recipes)}"
+    else:
+        hint = f"a corpus comes after the recipe: --data_folder {name}; sbkit new FOLDER writes recipes to start from"
+    raise SbkitError(f"{name} is a folder, not a recipe", hint=hint)
+
+
+def _refuse_missing(name: str) -> NoReturn:
+    """Refuse a recipe that isn't there, with one of a similar name, or those that are where it was looked for."""
     from sbkit.recipe import starter
 
-    task = f" --task {Path(name).stem}" if Path(name).stem in starter.tasks() else ""
-    beside = f"there are {listed(sorted(found))}" if found and where.name == "hparams" else ""
-    hint = f"did you mean {near}?" if near else beside or (
-        f"the working directory is {os.getcwd()}; sbkit new FOLDER{task} writes recipes to start from")
+    where = Path(name).parent
+    stem = Path(name).stem
+    beside = [str(path) for path in (where.glob("*.y*ml") if where.is_dir() else where.parent.glob("*/*.y*ml"))]
+    near_stem = did_you_mean(stem, [Path(path).stem for path in beside], 0.75)  # an equal folder isn't near
+    near = did_you_mean(name, [path for path in beside if Path(path).stem == near_stem], cutoff=0)
+    if near:
+        hint = f"did you mean {near}?"
+    elif beside and where.name == "hparams":
+        hint = f"there are {listed(sorted(beside))}"
+    else:
+        task = f" --task {stem}" if stem in starter.tasks() else ""
+        hint = f"the working directory is {os.getcwd()}; sbkit new FOLDER{task} writes recipes to start from"
     raise SbkitError(f"there is no recipe {name}", hint=hint)
 
 
@@ -346,13 +363,15 @@ def without(words: Iterable[str], keys: Container[str]) -> list[str]:
     >>> without(["a.yaml", "--lr", "1", "--data=x", "--seed", "3"], {"lr", "data"})
     ['a.yaml', '--seed', '3']
     """
-    kept, leave = list[str](), False
+    left: list[str] = []
+    is_left_out = False
     for word in words:
         if word.startswith("--"):
-            *owners, last = word[2:].partition("=")[0].split(".")
-            leave = any(".".join([*owners, last][:i + 1]) in keys for i in range(len(owners) + 1))
-        kept += [] if leave else [word]
-    return kept
+            parts = word[2:].partition("=")[0].split(".")
+            is_left_out = any(".".join(parts[:count]) in keys for count in range(1, len(parts) + 1))
+        if not is_left_out:
+            left.append(word)
+    return left
 
 
 def read_value(text: str) -> object:
@@ -373,7 +392,7 @@ def read_value(text: str) -> object:
             raise SbkitError(f"{text}: a bracket is not closed, or closed twice",
                              hint="write the value in quotes for the shell") from None
         return text
-    if isinstance(value, dict) and any(":" in str(key) for key, each in value.items() if each is None):
+    if isinstance(value, dict) and any(":" in str(key) for key, child in value.items() if child is None):
         raise SbkitError(f"{text}: YAML wants a space after a colon",
                          hint="write {name: value}, in quotes for the shell")
     return value

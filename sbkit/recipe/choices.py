@@ -101,39 +101,55 @@ def check_choices(target: object, named: Mapping[Any, Node], node: Node, finding
     if not inspect.isclass(target) or not target.__module__.startswith((*_LIBRARIES, "sbkit.")):
         return  # a user's class may allow other values
     for base in target.__mro__:
-        wanted = ARGUMENTS.get(base.__name__, {}) if base.__module__.startswith(_LIBRARIES) else {}
-        for key in filter(named.__contains__, wanted):
-            value, allowed, name = static(named[key]), wanted[key], target.__name__
-            message = suggestion = ""
-            if findings.unusable(named[key]):
-                continue
-            if isinstance(allowed, Number):
-                number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                text = isinstance(value, str) and looks_like_number(value) is None
-                if text or (number and value not in allowed._replace(whole=False)):
-                    message = f"{name}'s {key} must be {allowed}, not {value!r}"
-            elif isinstance(value, str) and value not in allowed:  # another check reports a wrong type
-                near = did_you_mean(value, allowed, cutoff=0.5)
-                message = f"{name} has no {key} {value!r}, it has {listed(allowed)}"
-                suggestion = f"did you mean {near}?" if near else ""
-            if message:
-                findings.error("wrong-value", findings.blame(node, key), node.key_of(key), message, suggestion)
-    if findings.is_reported(node):
-        return
+        if base.__module__.startswith(_LIBRARIES):
+            _check_each(target, ARGUMENTS.get(base.__name__, {}), named, node, findings)
+    if not findings.is_reported(node):
+        _check_clashes(target, named, node, findings)
+
+
+def _check_each(target: type, allowed_values: Mapping[str, tuple[str, ...] | Number], named: Mapping[Any, Node],
+                node: Node, findings: Findings) -> None:
+    """Compare each argument with the values that are allowed for it; another check reports a wrong type."""
+    for key, allowed in allowed_values.items():
+        if key not in named or findings.unusable(named[key]):
+            continue
+        value = static(named[key])
+        message = hint = ""
+        if isinstance(allowed, Number):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            is_word = isinstance(value, str) and looks_like_number(value) is None
+            if is_word or (is_number and value not in allowed._replace(whole=False)):
+                message = f"{target.__name__}'s {key} must be {allowed}, not {value!r}"
+        elif isinstance(value, str) and value not in allowed:
+            near = did_you_mean(value, allowed, cutoff=0.5)
+            message = f"{target.__name__} has no {key} {value!r}, it has {listed(allowed)}"
+            hint = f"did you mean {near}?" if near else ""
+        if message:
+            findings.error("wrong-value", findings.blame(node, key), node.key_of(key), message, hint)
+
+
+def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
+    """Report combinations of arguments, with defaults for those that aren't named, that don't work."""
     clashes = [clash for base in target.__mro__ if base.__module__.startswith(_LIBRARIES)
                for clash in CLASHES.get(base.__name__, ())]
     if not clashes:
         return
-    given: defaultdict[str, Any] = defaultdict(lambda: UNKNOWN)
-    given.update((name, parameter.default) for name, parameter in inspect.signature(target).parameters.items())
-    given.update((key, UNKNOWN if findings.unusable(child) else static(child)) for key, child in named.items())
+    values: defaultdict[str, Any] = defaultdict(lambda: UNKNOWN)
+    for name, parameter in inspect.signature(target).parameters.items():
+        values[name] = parameter.default
+    for key, child in named.items():
+        values[key] = UNKNOWN if findings.unusable(child) else static(child)
+
     for clash in clashes:
         try:
-            applies = clash.applies(given)
+            applies = clash.applies(values)
         except (TypeError, ValueError, ArithmeticError):
             continue
-        if applies:
-            report = findings.error if clash.fails else findings.warning
-            place = findings.blame(node, clash.key) if clash.fails else node.place_of(clash.key)
-            hint = clash.suggestion if isinstance(clash.suggestion, str) else clash.suggestion(given)
-            report("wrong-value", place, node.key_of(clash.key), clash.message.format_map(given), hint)
+        if not applies:
+            continue
+        message = clash.message.format_map(values)
+        hint = clash.suggestion if isinstance(clash.suggestion, str) else clash.suggestion(values)
+        if clash.fails:
+            findings.error("wrong-value", findings.blame(node, clash.key), node.key_of(clash.key), message, hint)
+        else:
+            findings.warning("wrong-value", node.place_of(clash.key), node.key_of(clash.key), message, hint)
