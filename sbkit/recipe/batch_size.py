@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,11 @@ def result_file(model: list[Any], keys: TaskKeys, precision: str, device: torch.
     """The file that has the results for a model on a device, with a precision and the keys that affect memory."""
     cuda = device.type == "cuda" and torch.cuda.is_available()
     # A step's memory may depend on the task's own numbers and texts.
-    own = [name for name, known in keys.declared().items() if known.plain and known.by not in ("TrainKeys", "TaskKeys")]
+    of_task = [name for name, declaration in keys.declared().items()
+               if declaration.plain and declaration.by not in ("TrainKeys", "TaskKeys")]
     facts = [
         model, torch.cuda.get_device_name(device) if cuda else device.type, precision, torch.__version__,
-        str(keys.activation_checkpointing), {name: vars(keys).get(name) for name in ("sample_rate", *own)},
+        str(keys.activation_checkpointing), {name: vars(keys).get(name) for name in ("sample_rate", *of_task)},
         str(unwrapped(keys.opt_class)[0]),
         keys.moving_average is not None, *([permanently_frozen(keys.freeze)] if keys.freeze else []),
     ]
@@ -74,13 +75,13 @@ def cached(path: Path) -> list[BatchSize]:
     """Stored results, ordered by memory; empty if there are none or they can't be read."""
     try:
         stored = [BatchSize(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
-        return sorted((one for one in stored if one.seconds >= 0), key=lambda one: one.gib)
+        return sorted((size for size in stored if size.seconds >= 0), key=lambda size: size.gib)
     except (OSError, ValueError, TypeError):
         return []
 
 
-def store(path: Path, found: BatchSize) -> None:
+def store(path: Path, result: BatchSize) -> None:
     """Store a result; it replaces an older one for the same amount of memory."""
-    kept: Iterable[BatchSize] = (one for one in cached(path) if one.gib != found.gib)
+    others = [size for size in cached(path) if size.gib != result.gib]
     with atomic_write(path) as file:
-        json.dump([asdict(one) for one in (*kept, found)], file)
+        json.dump([asdict(size) for size in (*others, result)], file)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sbkit.recipe.build import Built
 from sbkit.recipe.ownership import (
     Owned,
+    Tensor,
     left_behind,
     optimized_by,
     recoverables,
@@ -18,36 +21,51 @@ from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace, trace_moved
 
+#: Columns of the table that are filled one by one.
+TRAINABLE, TO_DEVICE, OPTIMIZER, CHECKPOINT = range(3, 7)
+
 
 def section(built: Built, owned: Owned) -> Section:
     """A table with one row per module of the recipe: its size, trainable share, optimizer and checkpoint.
 
     The column of the device is empty until ``check_moved`` fills it.
     """
-    found = recoverables(built)
-    saved = {name: saved_by(obj) for name, obj in (found or {}).items()}
-    trains = {"opt_class": "yes", "": "no"}.get(by := optimized_by(built), by)
-    rows = []
-    for key, module in _listed(built, owned):
-        parameters = list(module.parameters())
-        size = sum(p.numel() for p in parameters)
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
-        state = parameters or list(module.state_dict(keep_vars=True).values())
-        holders = [name for name, held in saved.items() if state and all(id(tensor) in held for tensor in state)]
-        rows.append([key, type(module).__name__, f"{size:,}", f"{100 * trained / size:.0f}%" if size else "-", "",
-                     (trains if trained else "no") if size else "-", (", ".join(holders) or "no") if state else "-"])
-    total = [p for root in owned.roots.values() for p in root.parameters()]
-    distinct = {id(p): p for p in total}.values()
-    count = sum(p.numel() for p in distinct)
+    saved = recoverables(built)
+    saved_tensors = {name: saved_by(obj) for name, obj in (saved or {}).items()}
+    rows = [_row(key, module, saved_tensors, built) for key, module in _listed(built, owned)]
+    parameters = {id(p): p for root in owned.roots.values() for p in root.parameters()}
+    count = sum(parameter.numel() for parameter in parameters.values())
     columns = ["key", "class", "parameters", "trainable", "to device", "optimizer", "checkpoint"]
     remarks = [f"{count:,} parameters; moved to the meta device to find tensors that stay behind"]
-    if found is None:
+    if saved is None:
         rows = [[*row[:-1], "-"] for row in rows]
         remarks.append("the contents of checkpoints are unknown: the checkpointer is missing or could not be built")
-    if any(isinstance(each, _BatchNorm) for root in owned.roots.values() for each in root.modules()):
+    if any(isinstance(layer, _BatchNorm) for root in owned.roots.values() for layer in root.modules()):
         remarks.append("BatchNorm normalises over one micro-batch on all devices: if a step has several, the number of "
                        "devices and the size of a micro-batch change the training")
     return Section("Modules", columns, rows, remarks)
+
+
+def _row(key: str, module: nn.Module, saved_tensors: Mapping[str, Mapping[int, object]], built: Built) -> list[str]:
+    """A module's row; a dash where there is nothing to say.
+
+    saved_tensors : what each recoverable saves, by the ids of tensors
+    """
+    parameters = list(module.parameters())
+    state = parameters or list(module.state_dict(keep_vars=True).values())
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    maker = optimized_by(built)
+    optimizer = {"opt_class": "yes", "": "no"}.get(maker, maker)
+    holders = [name for name, saved in saved_tensors.items() if all(id(tensor) in saved for tensor in state)]
+
+    row = [key, type(module).__name__, f"{count:,}", "-", "", "-", "-"]
+    if count:
+        row[TRAINABLE] = f"{100 * trained / count:.0f}%"
+        row[OPTIMIZER] = optimizer if trained else "no"
+    if state:
+        row[CHECKPOINT] = ", ".join(holders) or "no"
+    return row
 
 
 def _listed(built: Built, owned: Owned) -> list[tuple[str, nn.Module]]:
@@ -74,20 +92,35 @@ def check_moved(owned: Owned, table: Section, traced: Trace, findings: Findings)
     A constant that stays behind is a finding, unless the forward that uses it works. The modules can't be used
     afterwards. Returns what couldn't be tried, if anything.
     """
-    built, modules = traced.built, nn.ModuleDict(owned.roots)
+    built = traced.built
+    modules = nn.ModuleDict(owned.roots)
     listed = _listed(built, owned)
     modules.to("meta")
-    left, note = left_behind(built, owned), ""
+    left = left_behind(built, owned)
     for row, (_, module) in zip(table.rows, listed, strict=True):
-        inside = {id(each) for each in module.modules()}
-        stays = [tensor for tensor in left if tensor.module is not None and id(tensor.module) in inside]
-        kinds = {tensor.device.type for tensor in [*module.parameters(), *module.buffers()]}
-        row[4] = f"{len(stays)} tensors stay on cpu" if stays else "no tensors" if not kinds else \
-            "moved" if kinds == {"meta"} else "stays on cpu"
+        row[TO_DEVICE] = _where(module, left)
+
+    note = ""
     if traced.complete:
         note = trace_moved(traced, modules, findings).note
-        # tensors that the forward uses work, or were reported when it failed
-        left = [t for t in left if t.path.split(".")[0].split("[")[0] not in traced.outputs]
-    if traced.complete or (traced.task is None and "brain" not in built.nodes):
+        # Tensors that the forward uses work, or were reported when it failed.
+        left = [tensor for tensor in left if tensor.path.split(".")[0].split("[")[0] not in traced.outputs]
+    is_script = traced.task is None and "brain" not in built.nodes
+    if traced.complete or is_script:
         report_left_behind(left, owned, findings)
     return f"on a GPU, {note}" if note else ""
+
+
+def _where(module: nn.Module, left: Sequence[Tensor]) -> str:
+    """Say what of a module has moved.
+
+    left : tensors that stayed behind, of any module
+    """
+    layers = {id(layer) for layer in module.modules()}
+    staying = [tensor for tensor in left if tensor.module is not None and id(tensor.module) in layers]
+    if staying:
+        return f"{len(staying)} tensors stay on cpu"
+    kinds = {tensor.device.type for tensor in [*module.parameters(), *module.buffers()]}
+    if not kinds:
+        return "no tensors"
+    return "moved" if kinds == {"meta"} else "stays on cpu"
