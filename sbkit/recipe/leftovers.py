@@ -136,8 +136,8 @@ class _Snapshot:
                 fill(before)
 
     def _got_fake_tensor(self, container: Container, before: Container) -> bool:
-        known = {id(value) for value in _values(before)}
-        new = [value for value in _values(container) if id(value) not in known]
+        ids_before = {id(value) for value in _values(before)}
+        new = [value for value in _values(container) if id(value) not in ids_before]
         return bool(new) and _holds_fake_tensor(new, self.containers)
 
 
@@ -147,7 +147,7 @@ def _empty_caches() -> None:
     A cache can't be copied or asked for its values, but the garbage collector knows what it refers to.
     """
     plain = (torch.Tensor, tuple, *_CONTAINERS)
-    caches = [found for found in gc.get_objects() if type(found) is _CACHE]
+    caches = [obj for obj in gc.get_objects() if type(obj) is _CACHE]
     for cache in caches:
         held = [value for value in gc.get_referents(cache) if isinstance(value, plain)]
         if _holds_fake_tensor(held, [id(vars(cache))]):
@@ -164,34 +164,35 @@ def _reached(roots: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor |
 
     seen : ids of objects that are not looked into; gets those of all that are
     """
-    waiting, classes = list(roots), set[type]()
+    waiting = list(roots)
+    classes = set[type]()
     while waiting:
-        found = waiting.pop()
-        if id(found) in seen or type(found) in weakref.ProxyTypes or isinstance(found, _OPAQUE):
+        obj = waiting.pop()
+        if id(obj) in seen or type(obj) in weakref.ProxyTypes or isinstance(obj, _OPAQUE):
             continue
-        if not gc.is_tracked(found) and not isinstance(found, _CONTAINERS):  # most objects: numbers, texts
+        if not gc.is_tracked(obj) and not isinstance(obj, _CONTAINERS):  # most objects: numbers, texts
             continue
-        seen.add(id(found))
-        if isinstance(found, torch.Tensor):
-            yield found
-        elif isinstance(found, FunctionType):
-            waiting += [found.__dict__, *(found.__closure__ or ())]
-        elif isinstance(found, CellType):
-            waiting += gc.get_referents(found)
-        elif isinstance(found, _CONTAINERS):
-            yield found
-            waiting += _values(found)
-        elif isinstance(found, (tuple, frozenset)):
-            waiting += found
+        seen.add(id(obj))
+        if isinstance(obj, torch.Tensor):
+            yield obj
+        elif isinstance(obj, FunctionType):
+            waiting += [obj.__dict__, *(obj.__closure__ or ())]
+        elif isinstance(obj, CellType):
+            waiting += gc.get_referents(obj)
+        elif isinstance(obj, _CONTAINERS):
+            yield obj
+            waiting += _values(obj)
+        elif isinstance(obj, (tuple, frozenset)):
+            waiting += obj
         else:
-            waiting += [getattr(found, "__dict__", None), *gc.get_referents(found)]
-            for kind in type(found).__mro__:
+            waiting += [getattr(obj, "__dict__", None), *gc.get_referents(obj)]
+            for kind in type(obj).__mro__:
                 builtin = kind.__module__ == "builtins" or kind.__module__.startswith("torch.")
                 if builtin or kind in classes:
                     continue
                 classes.add(kind)
-                attributes, namespace = vars(kind), vars(sys.modules.get(kind.__module__, object))
-                waiting += [value for value in attributes.values() if isinstance(value, _CONTAINERS)]
+                namespace = vars(sys.modules.get(kind.__module__, object))
+                waiting += [value for value in vars(kind).values() if isinstance(value, _CONTAINERS)]
                 waiting += [value for value in namespace.values() if isinstance(value, _CONTAINERS)]
                 if isinstance(namespace, dict) and id(namespace) not in seen:  # the globals of the class's file
                     seen.add(id(namespace))
@@ -205,7 +206,8 @@ def _values(container: Container) -> list[object]:
 def _holder_of(fake: FakeTensor) -> str:
     """Name the object, class or file that holds a fake tensor, and the attribute."""
     level: list[object] = [fake]
-    seen, inside = {id(fake)}, {id(fake)}
+    seen = {id(fake)}
+    inside = {id(fake)}
     for _ in range(_DEPTH):  # from the inside out
         referrers = gc.get_referrers(*level)
         level = [holder for holder in referrers if id(holder) not in seen and not isinstance(holder, FrameType)]

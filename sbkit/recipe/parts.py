@@ -94,11 +94,15 @@ class ParameterGroups:
 
     def names(self, path: str) -> list[str]:
         """All names of the part with this path; if it belongs to a key of the recipe, the first begins with the key."""
-        words, found = path.split("."), []
+        words = path.split(".")
+        names = []
         for count in range(len(words), 0, -1):
-            if key := self._keyed.get(".".join(words[:count])):
-                found.append(".".join([key, *words[count:]]))
-        return [*found, *([] if path in found else [path])]
+            key = self._keyed.get(".".join(words[:count]))
+            if key:
+                names.append(".".join([key, *words[count:]]))
+        if path not in names:
+            names.append(path)
+        return names
 
     def name(self, path: str) -> str:
         """The name of a path by the recipe's keys: ``Transformer.decoder`` for ``model.1.decoder``."""
@@ -109,7 +113,7 @@ class ParameterGroups:
         below = f"{pattern}.*"
         ids = {self._ids[path] for name, path in self._names
                if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, below)}
-        return {path for path, known in self._ids.items() if known in ids}
+        return {path for path, parameter_id in self._ids.items() if parameter_id in ids}
 
     def values_by_path(self, wanted: Mapping[str, T], key: str) -> dict[str, T]:
         """The values that patterns give to parameters, by path; the last matching one counts.
@@ -128,11 +132,13 @@ class ParameterGroups:
 
     def suggestion(self, pattern: str) -> str:
         """A hint with a name similar to a pattern that matches nothing."""
-        words = (name.split(".") for name, _ in self._names)
-        known = {".".join(each[:count]) for each in words for count in range(1, len(each) + 1)}
-        meant = did_you_mean(pattern.removesuffix(".*"), sorted(known), cutoff=0.75)
-        tops = dict.fromkeys(name.partition(".")[0] for name, _ in self._names)
-        return f"did you mean {meant}?" if meant else f"parts are {listed(list(tops))}, and what is inside them"
+        split_names = [name.split(".") for name, _ in self._names]
+        parts = {".".join(words[:count]) for words in split_names for count in range(1, len(words) + 1)}
+        meant = did_you_mean(pattern.removesuffix(".*"), sorted(parts), cutoff=0.75)
+        if meant:
+            return f"did you mean {meant}?"
+        tops = list(dict.fromkeys(words[0] for words in split_names))
+        return f"parts are {listed(tops)}, and what is inside them"
 
 
 def permanently_frozen(freeze: Mapping[str, Any] | None) -> dict[str, bool]:
@@ -151,10 +157,11 @@ def layers_called(modules: nn.Module, wanted: LayerNames, key: str) -> list[nn.M
     key : the recipe's key, for the error if an entry matches nothing
     """
     wanted = [wanted] if isinstance(wanted, (str, type)) else list(wanted)
-    found, missing = {}, []
+    layers = {}
+    missing = []
     for entry in wanted:
         hits = {id(module): module for path, module in modules.named_modules() if path and _fits(entry, path, module)}
-        found.update(hits)
+        layers.update(hits)
         if not hits:
             missing.append(entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry)))
     if missing:
@@ -163,7 +170,7 @@ def layers_called(modules: nn.Module, wanted: LayerNames, key: str) -> list[nn.M
         raise SbkitError(f"{key}: nothing under modules is called {', '.join(map(repr, missing))}",
                          hint=f"did you mean {near}?" if near else
                          f"name a class or a path; repeated layers: {', '.join(repeated) or 'none'}")
-    return list(found.values())
+    return list(layers.values())
 
 
 def _fits(entry: object, path: str, module: nn.Module) -> bool:
@@ -177,13 +184,15 @@ def _fits(entry: object, path: str, module: nn.Module) -> bool:
 
 def repeated_layers(modules: nn.Module) -> list[nn.Module]:
     """Return the repeated layers: members of a ModuleList with several of the same class."""
-    found: dict[int, nn.Module] = {}
+    repeated: dict[int, nn.Module] = {}
     for module in modules.modules():
-        if isinstance(module, nn.ModuleList):
-            kinds = [type(child) for child in module]
-            found.update({id(child): child for child in module
-                          if kinds.count(type(child)) > 1 and any(p.requires_grad for p in child.parameters())})
-    return list(found.values())
+        if not isinstance(module, nn.ModuleList):
+            continue
+        kinds = [type(child) for child in module]
+        for child in module:
+            if kinds.count(type(child)) > 1 and any(p.requires_grad for p in child.parameters()):
+                repeated[id(child)] = child
+    return list(repeated.values())
 
 
 # ---------------------------------------------------------------------------------------------- the check

@@ -22,7 +22,7 @@ class Patterns(NamedTuple):
     """A value of the mapping, for hints."""
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, Mapping) and all(self.fits(each) for each in flattened(value).values())
+        return isinstance(value, Mapping) and all(map(self.fits, flattened(value).values()))
 
     def __str__(self) -> str:
         return f"a mapping of parts to {self.values}"
@@ -37,7 +37,10 @@ BY_PART = {"freeze": FREEZE, "learning_rates": FACTORS}
 
 def flattened(wanted: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Patterns and their values at one level: ``{a: {b: 1}}``, which ``--KEY.a.b 1`` gives, becomes ``{a.b: 1}``."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in wanted.items():
-        found.update(flattened(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value})
-    return found
+        if isinstance(value, Mapping):
+            flat.update(flattened(value, f"{before}{name}."))
+        else:
+            flat[f"{before}{name}"] = value
+    return flat

@@ -84,12 +84,12 @@ class Report:
     tree: Any = None  # a Node, whose file imports this one
     """The recipe's resolved tree, a ``Node``; None if it has mistakes, or values that are known once it is built."""
 
-    def add(self, found: Iterable[Finding]) -> None:
+    def add(self, findings: Iterable[Finding]) -> None:
         """Add findings that aren't there yet."""
-        known = set(self.findings)
-        for finding in found:
-            if finding not in known:
-                known.add(finding)
+        reported = set(self.findings)
+        for finding in findings:
+            if finding not in reported:
+                reported.add(finding)
                 self.findings.append(finding)
 
     def _with_severity(self, severity: str) -> list[Finding]:
@@ -121,7 +121,7 @@ class Report:
             seen = (" in what can be seen without running it" if not self.built else
                     " in what could be checked" if self.partly else "")
             return f"{self.recipe}: nothing wrong{seen} ({self.seconds:.1f} s)"
-        counts = [counted(len(found), found[0].severity) for found in (self.errors, self.warnings) if found]
+        counts = [counted(len(some), some[0].severity) for some in (self.errors, self.warnings) if some]
         return f"{self.recipe}: {' and '.join(counts)} ({self.seconds:.1f} s)"
 
     def text(self) -> str:

@@ -118,8 +118,9 @@ class Node:
         while child is not None and child.source is not None:
             child = child.source
         here = self.place_of(key)
-        own = child is None or bool(child.tag) or child.place.file == here.file
-        return (here, self.key_of(key)) if child is None or own else (child.place, child.key)
+        if child is None or child.tag or child.place.file == here.file:
+            return here, self.key_of(key)
+        return child.place, child.key
 
     def culprit(self, named: Collection[object] = ()) -> tuple[Place, str]:
         """The place and full name to blame for an error that names some of its keys.
@@ -128,12 +129,16 @@ class Node:
         there are none of these, the node itself.
         """
         keys = named or (self.value if isinstance(self.value, dict) else ())
-        found = list(dict.fromkeys(map(self.origin_of, keys)))
+        origins = list(dict.fromkeys(map(self.origin_of, keys)))
         if len(named) == 1:
-            return found[0]
-        given = [each for each in found if each[0].file != self.place.file]
-        given = [each for each in given if each[0].file == COMMAND_LINE] or given
-        return (self.place, self.key) if not given else given[0] if len(given) == 1 else (given[0][0], self.key)
+            return origins[0]
+        from_elsewhere = [(place, key) for place, key in origins if place.file != self.place.file]
+        from_command_line = [(place, key) for place, key in from_elsewhere if place.file == COMMAND_LINE]
+        to_blame = from_command_line or from_elsewhere
+        if not to_blame:
+            return self.place, self.key
+        first_place, first_key = to_blame[0]
+        return first_place, first_key if len(to_blame) == 1 else self.key
 
     def culprit_named_in(self, message: str) -> tuple[Place, str]:
         """The place and full name to blame for an error whose message mentions some of its keys."""
@@ -155,7 +160,8 @@ class Node:
 
     def walk(self) -> Iterator[Node]:
         """The node itself and all nodes inside it, each once."""
-        seen, stack = set[Node](), [self]
+        seen = set[Node]()
+        stack = [self]
         while stack:
             node = stack.pop()
             if node not in seen:
@@ -189,8 +195,9 @@ class Node:
 
     def texts(self) -> dict[str, str]:
         """Each tag and value inside it as text, by full name; nodes with several names only by the shortest."""
-        found: dict[str, str] = {}
-        waiting, seen = deque([("", self)]), set[Node]()
+        texts: dict[str, str] = {}
+        waiting = deque([("", self)])
+        seen = set[Node]()
         while waiting:
             name, node = waiting.popleft()
             if node in seen:
@@ -200,11 +207,11 @@ class Node:
             if node.scalar and not (node.tag or value):
                 value = "''"
             if text := f"{node.tag} {value}".strip():
-                found[name] = text
+                texts[name] = text
             in_list = isinstance(node.value, list)
             waiting.extend((f"{name}[{key}]" if in_list else f"{name}.{key}".lstrip("."), child)
                            for key, child in node.items())
-        return found
+        return texts
 
 
 class Findings(list[Finding]):
@@ -263,7 +270,8 @@ class Findings(list[Finding]):
         """A copy of a node with all that it refers to, in which the copies of reported nodes are reported."""
         copies: dict[int, Any] = {}
         copied = copy.deepcopy(node, copies)
-        for original in [each for each in self._reported if id(each) in copies]:
+        reported = [node for node in self._reported if id(node) in copies]
+        for original in reported:
             self.mark(copies[id(original)])
         return copied
 
@@ -281,6 +289,6 @@ class Findings(list[Finding]):
     def as_error(self) -> SbkitError:
         """All errors in one."""
         errors = [finding for finding in self if finding.severity == ERROR]
-        message = "; ".join(f"{each.where}: {each.key and f'{each.key}: '}{each.message}" for each in errors)
-        return SbkitError(message, hint="; ".join(dict.fromkeys(
-            each.suggestion for each in errors if each.suggestion)) or None)
+        messages = [f"{error.where}: {error.key and f'{error.key}: '}{error.message}" for error in errors]
+        hints = dict.fromkeys(error.suggestion for error in errors if error.suggestion)
+        return SbkitError("; ".join(messages), hint="; ".join(hints) or None)
