@@ -136,7 +136,8 @@ def test_where_the_source_is_the_rest_comes_from_it(home, english, tmp_path):
 
 @pytest.mark.parametrize("start", [None, "nowhere"])
 def test_without_either_it_says_what_to_give(tmp_path, start):
-    (error,) = check(RECIPE, {"output_folder": str(tmp_path), "init_from": start}).errors
+    error, *others = check(RECIPE, {"output_folder": str(tmp_path), "init_from": start}).errors
+    assert [other.key for other in others] == ([] if start is None else ["init_from"])
     assert "source names no pretrained encoder" in error.message
     assert ("nowhere is no run" in error.message) == bool(start)
     assert "--encoder_source owner/name" in error.suggestion
