@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sbkit.nn import ctc
 from sbkit.nn.fast import dropout
-from sbkit.train import graphs, rng
+from sbkit.train import graphs, muon, rng
 from sbkit.train.graphs import repeatable
 
 aten = torch.ops.aten
@@ -149,6 +149,7 @@ def on_cpu(monkeypatch):
         name: each for name, each in rng.capture(device).items() if (name, device) != ("torch", "cpu")}}))
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce_or_record)
     monkeypatch.setattr(graphs, "wanted", lambda device, setting: setting is not False)
+    monkeypatch.setattr(muon, "in_host_memory", lambda tensor: False)
     monkeypatch.setenv("SBKIT_KERNELS", "0")
     monkeypatch.setattr(dropout, "levels", lambda p, like=None: 0)  # torch's dropout, as on a card
     monkeypatch.setattr(ctc, "use_kernels", lambda log_probs, targets: True)

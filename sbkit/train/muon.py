@@ -133,23 +133,19 @@ class Muon(Optimizer):
                 state["turn"] += 1
 
         found_inf = getattr(self, "found_inf", None)
-        grad_scale = getattr(self, "grad_scale", None)
+        if found_inf is not None and in_host_memory(found_inf):  # then it is read at no cost
+            if found_inf > 0:
+                return
+            found_inf = None
         momenta = [state["momentum"] for state in states]
-        # A flat copy, which may be overwritten. All weights have a gradient (see _turns).
-        grads = torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None])
-        if grad_scale is not None:
-            grads.div_(grad_scale)
-        if found_inf is not None:  # with itself as gradient, the momentum does not change
-            grads = torch.where(found_inf > 0, _flatten_dense_tensors(momenta), grads)
-        updates = _unflatten_dense_tensors(grads, weights)
+        updates = self._scaled_gradients(weights, momenta, found_inf)
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
 
         due_updates = [update for update, is_due in zip(updates, due, strict=True) if is_due]
         due_momenta = [momentum for momentum, is_due in zip(momenta, due, strict=True) if is_due]
         directions: list[torch.Tensor] = []
-        if due_updates:
-            torch._foreach_lerp_(due_updates, due_momenta, group["momentum"])  # Nesterov's momentum
-            directions = orthogonalise(due_updates)
+        if due_updates:  # by Nesterov's momentum
+            directions = orthogonalise(torch._foreach_lerp(due_updates, due_momenta, group["momentum"]))
         if stores_directions:
             due_stored = [state["direction"] for state, is_due in zip(states, due, strict=True) if is_due]
             if due_stored:
@@ -166,6 +162,23 @@ class Muon(Optimizer):
             torch._foreach_addcmul_(weights, directions, [step_size] * len(weights))
         else:  # a list of factors would launch a kernel for each weight
             torch._foreach_add_(weights, torch._foreach_mul(directions, step_size))
+
+    def _scaled_gradients(self, weights: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor],
+                          found_inf: torch.Tensor | None) -> Sequence[torch.Tensor]:
+        """Return the gradients of matrices without the loss scale; of a skipped step, the momenta in their place, so
+        that momenta don't change."""
+        grads = [weight.grad for weight in weights if weight.grad is not None]  # all have one, see ``_turns``
+        grad_scale = getattr(self, "grad_scale", None)
+        if in_host_memory(weights[0]):  # a list takes as long there as one tensor, and a copy takes longer
+            return grads if grad_scale is None else torch._foreach_div(grads, grad_scale)
+
+        # On a GPU each tensor is a kernel to launch, so they are one.
+        flat = torch.cat([grad.flatten() for grad in grads])
+        if grad_scale is not None:
+            flat.div_(grad_scale)
+        if found_inf is not None:
+            flat = torch.where(found_inf > 0, _flatten_dense_tensors(momenta), flat)
+        return _unflatten_dense_tensors(flat, weights)
 
     def _update_others(self, group: Mapping[str, Any]) -> None:
         """Update the parameters of a group that are no matrices and have a gradient, as AdamW does."""
@@ -210,6 +223,12 @@ class Muon(Optimizer):
                 if name not in state:
                     state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         return states
+
+
+def in_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether the host computes on a tensor itself, so that it can read values without waiting, and launches nothing.
+    """
+    return tensor.device.type == "cpu"
 
 
 def _matrices_of(modules: Sequence[nn.Module]) -> set[int]:

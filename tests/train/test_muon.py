@@ -136,6 +136,25 @@ def test_a_step_is_that_of_each_matrix_by_itself(shapes, skips):
             torch.testing.assert_close(weight.grad, grad, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_cpu_computes_to_the_bit_what_is_computed_without_reading_on_the_host(every, monkeypatch):
+    shapes = [(20, 8), (6, 6), (8, 20), (8, 5, 2, 2), (16,)]
+    ours, theirs = parameters(*shapes), parameters(*shapes)
+    matrices = len(shapes) - 1
+    optimizers = [Muon(weights, modules=[holder(*weights[:matrices])], lr=0.02, weight_decay=0.1,
+                       orthogonalize_every=every) for weights in (ours, theirs)]
+    for step in range(7):
+        for on_host, weights, optimizer in zip((True, False), (ours, theirs), optimizers, strict=True):
+            for place, weight in enumerate(weights):
+                weight.grad = drawn(*weight.shape, seed=10 * step + place)
+            monkeypatch.setattr(muon, "in_host_memory", lambda tensor, on_host=on_host: on_host)
+            optimizer.grad_scale = torch.tensor(1.7)
+            optimizer.found_inf = torch.tensor(float(step in (0, 4)))
+            optimizer.step()
+        for mine, its in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, its, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype, within", [(torch.float64, 0.0), (torch.float32, 1e-6)])
 def test_a_rate_in_a_tensor_does_what_the_number_does(dtype, within):
     rate = 0.01286  # whose weight decay is another one if it is rounded once less

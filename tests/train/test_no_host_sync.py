@@ -19,7 +19,7 @@ from sbkit.nn import ctc
 from sbkit.recipe import load
 from sbkit.tasks import feature_statistics
 from sbkit.tasks.ctc import CTC
-from sbkit.train import runner
+from sbkit.train import muon, runner
 from sbkit.train.averaging import EMA
 from sbkit.train.precision import Scaler
 from sbkit.train.trainer import Trainer
@@ -68,6 +68,7 @@ def lengths_on_the_host(log_probs, targets, input_lengths, target_lengths, blank
 def trained(noted, brain_class, folder, monkeypatch, **overrides):
     """The brain after ``fit``, with the recipe as it is but for sizes and epochs."""
     monkeypatch.setattr(ctc, "by_torch", lengths_on_the_host)
+    monkeypatch.setattr(muon, "in_host_memory", lambda tensor: False)  # as on a GPU
     hparams = load.load(RECIPE, {**TINY, "output_folder": str(folder), "number_of_epochs": 1, **overrides})
     hparams["log_interval"] = 1e9
     hparams["schedule"].total_steps = STEPS
