@@ -28,7 +28,8 @@ class ScriptTrainer(Trainer):
 
     - the data: its plan, each rank's share, workers, and resuming at the same batch;
     - what is due between steps: checkpoints, stop signals, limits, thawing, a profile, comparisons between ranks;
-    - hooks around a step: ``open_step``, ``end_step``, and with them the learning rate;
+    - hooks around a step: ``open_step``, ``end_step``, and with them the learning rate, if the script counts its
+      updates (``self.optimizer_step += 1``, as SpeechBrain's ``optimizers_step`` does; a warning says if it doesn't);
     - gradients that are averaged over ranks, after each backward by agreement on the parameters that it reached;
     - how many losses of an epoch may be not finite (``nonfinite_patience``).
 
@@ -57,6 +58,7 @@ class ScriptTrainer(Trainer):
         super().__init__(**settings)
         self.brain = brain
         self.overridden = overridden
+        self._warned = False
 
     def take_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
                    epoch: int) -> None:
@@ -65,6 +67,18 @@ class ScriptTrainer(Trainer):
         The script decides when a step ends and how losses are divided. Ranks agree where one ends by
         ``grad_accumulation_factor`` or the plan: gradients of half a step are in no checkpoint.
         """
+        updates_before = self.state.optimizer_step
+        batches_before = self.state.step
+        self._take_steps(micro_batches, progress, train_set, epoch)
+        trained = self.state.step > batches_before
+        if trained and self.state.optimizer_step == updates_before and not self._warned and ranks.is_main():
+            self._warned = True
+            logger.warning("No update was counted in epoch %d, so what follows the steps stays where it is: learning "
+                           "rate, thawing, limits. If optimizers_step or fit_batch of %s updates weights, let it also "
+                           "do self.optimizer_step += 1, as SpeechBrain's does", epoch, type(self.brain).__name__)
+
+    def _take_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
+                    epoch: int) -> None:
         state = self.state
         while self.prepare_step(train_set, epoch):
             following = next(micro_batches, None)

@@ -320,10 +320,10 @@ class Comparison:
             if result.format == layout.INT8:
                 wrong += self._failures_of_int8(result)
             elif result.difference is None:
-                wrong += self._failures_of_words(result)
+                wrong += self._failures_of_words(result, names_clips=of is None)
             else:
-                wrong += self._failures_of_outputs(result, tolerance, batching, name_clip=of is None)
-                wrong += self._failures_of_words(result)
+                wrong += self._failures_of_outputs(result, tolerance, batching, names_clip=of is None)
+                wrong += self._failures_of_words(result, names_clips=of is None)
         return wrong
 
     def _failures_of_int8(self, result: ParityResult) -> list[str]:
@@ -335,22 +335,27 @@ class Comparison:
             return []
         return [f"{result.format}: {self.settings.rate} {wer:.2f} % where {self.reference.title} has {base_wer:.2f} %"]
 
-    def _failures_of_outputs(self, result: ParityResult, tolerance: float, batching: bool, name_clip: bool
+    def _failures_of_outputs(self, result: ParityResult, tolerance: float, batching: bool, names_clip: bool
                              ) -> list[str]:
         assert result.difference is not None, "of outputs"
         worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
         limit = self.threshold(tolerance)
         if worst <= limit:  # false for NaN
             return []
-        clip = f" ({result.where})" if name_clip else ""
+        clip = f" ({result.where})" if names_clip else ""
         return [f"{result.format}: {self.settings.what} differ by {self.shown(worst)}, but only "
                 f"{self.shown(limit)} is allowed{clip}"]
 
-    def _failures_of_words(self, result: ParityResult) -> list[str]:
+    def _failures_of_words(self, result: ParityResult, names_clips: bool) -> list[str]:
         if result.words_changed <= result.max_changed:
             return []
-        names = ", ".join(result.changed[:_MAX_NAMED]) + (", ..." if len(result.changed) > _MAX_NAMED else "")
-        return [f"{result.format}: {result.words_changed} of {len(self.texts)} clips have different words ({names})"]
+        failure = f"{result.format}: {result.words_changed} of {len(self.texts)} clips have different words"
+        if not names_clips:
+            return [failure]
+        names = ", ".join(result.changed[:_MAX_NAMED])
+        if len(result.changed) > _MAX_NAMED:
+            names += ", ..."
+        return [f"{failure} ({names})"]
 
     def _companion_modes(self) -> list[tuple[str, str, Comparison]]:
         """The comparisons of further graphs, each with the graph's name and its mode."""

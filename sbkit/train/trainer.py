@@ -232,6 +232,9 @@ class Trainer:
             self.take_results(wait=True)
             progress.show(state.mean_loss.known(), self.learning_rate)
 
+        # Steps send what ranks ask for, and none follows this one. A validation asks by itself.
+        if not state.validates and ranks.any_of({"stop": self.asked_to_stop})["stop"]:
+            self.save_and_stop()
         guard.poll(wait=True)  # before a model that learnt from an invalid label is saved
         hooks.zero_gradients()
         self.buffers.detect_changes()

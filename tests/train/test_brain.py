@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 from functools import partial
@@ -31,6 +32,7 @@ from sbkit.train import options
 from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import replay
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.signals import Stopped
 from sbkit.train.step import Loss
 from sbkit.train.trainer import NotFinite
 
@@ -647,6 +649,32 @@ def test_a_recipe_that_updates_all_by_itself_counts_its_steps():
     batches = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
     own.fit(range(1, 3), batches)
     assert own.optimizer_step == 8 and not torch.equal(own.modules.model.weight, before)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_step_of_a_script_that_counts_no_update_is_a_warning(counts, caplog):
+    class Own(ToyBrain):
+        def optimizers_step(self):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer_step += counts
+
+    brain(Own).fit(range(1, 3), ToyTrainLoader(2))
+    assert caplog.text.count("it also do self.optimizer_step += 1") == (not counts)
+
+
+class StopsInItsLastBatch(ToyBrain):
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if self.optimizer_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_in_the_last_step_of_a_run_without_validation_saves_it(tmp_path):
+    with pytest.raises(Stopped, match="after step 2, checkpoint saved at"):
+        brain(StopsInItsLastBatch, checkpointer=Checkpointer(tmp_path)).fit([1], ToyTrainLoader(2))
+    again = brain(checkpointer=Checkpointer(tmp_path))
+    again.fit([1], ToyTrainLoader(2))
+    assert again.optimizer_step == 2 and [name for name, _ in again.ends] == ["TRAIN"]
 
 
 class LosesItsWorker(ToyBrain):

@@ -33,21 +33,26 @@ def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[Lab
     The scores are cached in the run's folder until the checkpoint or a row changes.
     """
     recipe = restore.read_run(run)
-    brain, keys = restore.build(recipe, device), recipe.keys
+    brain = restore.build(recipe, device)
+    keys = recipe.keys
     assert isinstance(brain, CTC), "the command refuses other recipes"
     [checkpoint] = restore.take_weights(brain)
-    path, key = run / "label_scores.json", [Path(checkpoint.path).name, checkpoint.meta["unixtime"], manifest.digest()]
+    cache = run / "label_scores.json"
+    scored = [Path(checkpoint.path).name, checkpoint.meta["unixtime"], manifest.digest()]
     try:
-        cached = untrusted.parse_json(path.read_text(encoding="utf-8"))
-        if cached["of"] == key:
+        cached = untrusted.parse_json(cache.read_text(encoding="utf-8"))
+        if cached["of"] == scored:
             return [LabelScore(*row) for row in cached["scores"]]
     except (OSError, ValueError, TypeError, KeyError):
         pass  # there is no cache, or it is damaged
-    labels, path = list(keys.corpus.manifest("train").texts), run / "labels.arpa"
-    unit = "word" if units(labels) == "word" else "piece"
-    lm.build(labels, path, unit=unit, tokenizer=brain.keys.tokenizer)
-    search = BeamSearch(brain.keys.tokenizer, lm=path, unit=unit, blank_id=brain.keys.blank_index)
+
+    texts = list(keys.corpus.manifest("train").texts)
+    unit = "word" if units(texts) == "word" else "piece"
+    language_model = run / "labels.arpa"
+    lm.build(texts, language_model, unit=unit, tokenizer=keys.tokenizer)
+    search = BeamSearch(keys.tokenizer, lm=language_model, unit=unit, blank_id=keys.blank_index)
     brain.transcriber.complete(search).load()
+
     loader = EvalLoader(
         manifest, recipe.task.encoder(keys), columns=BatchColumns(recipe.task.columns, keys),
         max_batch_seconds=keys.batching.max_batch_seconds, workers=keys.num_workers, sample_rate=keys.sample_rate)
@@ -58,23 +63,25 @@ def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[Lab
             with brain.evaluation_ctx:
                 outputs = brain.compute_forward(batch, Stage.VALID)
             log_probs = outputs.ctc.float().log_softmax(-1)
-            best = [nbest[0] for nbest in search.decode(log_probs, outputs.frames)]
-            ids = [torch.from_numpy(one.spans.ids) for one in best]
-            hypotheses = _likelihoods(brain, log_probs, outputs.frames, pad_sequence(ids, batch_first=True),
-                                      torch.tensor([len(each) for each in ids]))
-            labels = _likelihoods(brain, log_probs, outputs.frames, batch.tokens, batch.token_lengths)
-            scores += [LabelScore(name, text, one.text, hypothesis - label, one.confidence or 0.0)
-                       for name, text, one, hypothesis, label in zip(batch.ids, batch.texts, best, hypotheses, labels,
-                                                                     strict=True)]
+            hypotheses = [nbest[0] for nbest in search.decode(log_probs, outputs.frames)]
+            tokens = [torch.from_numpy(hypothesis.spans.ids) for hypothesis in hypotheses]
+            of_hypotheses = _likelihoods(brain, log_probs, outputs.frames, pad_sequence(tokens, batch_first=True),
+                                         torch.tensor([len(ids) for ids in tokens]))
+            of_labels = _likelihoods(brain, log_probs, outputs.frames, batch.tokens, batch.token_lengths)
+            for row, hypothesis in enumerate(hypotheses):
+                gain = of_hypotheses[row] - of_labels[row]
+                scores.append(LabelScore(batch.ids[row], batch.texts[row], hypothesis.text, gain,
+                                         hypothesis.confidence or 0.0))
             bar.update(len(batch))
-    with atomic_write(path) as out:
-        json.dump({"of": key, "scores": scores}, out)
+    with atomic_write(cache) as out:
+        json.dump({"of": scored, "scores": scores}, out)
     return scores
 
 
 def _likelihoods(brain: CTC, log_probs: Tensor, frames: Tensor, tokens: Tensor, lengths: Tensor) -> list[float]:
     """Compute the log-likelihood [B] of tokens [B, U] over all alignments."""
-    tokens, lengths = tokens.to(log_probs.device), lengths.to(log_probs.device)
-    found = ctc_loss(log_probs, tokens, frames, lengths, blank=brain.keys.blank_index, from_logits=False)
-    likelihoods: list[float] = (-found.losses).masked_fill(~found.feasible, _IMPOSSIBLE).tolist()
+    device = log_probs.device
+    result = ctc_loss(log_probs, tokens.to(device), frames, lengths.to(device), blank=brain.keys.blank_index,
+                      from_logits=False)
+    likelihoods: list[float] = (-result.losses).masked_fill(~result.feasible, _IMPOSSIBLE).tolist()
     return likelihoods

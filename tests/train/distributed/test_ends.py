@@ -236,7 +236,7 @@ def stopped_after_its_last_step(stopped):
 def test_a_signal_to_one_rank_after_the_last_step_ends_all_alike(stopped):
     first, second = outcomes(stopped_after_its_last_step, stopped, timeout=40)
     assert isinstance(first.error, Stopped) and first.error.exit_code == 143
-    assert "stopped by SIGTERM after the end of training" in str(first.error)
+    assert "stopped by SIGTERM after step 2, and nothing is saved, because there is no checkpointer" in str(first.error)
     assert isinstance(second.error, PeerFailed) and second.error.code == 143
 
 
