@@ -406,7 +406,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Save a checkpoint in the middle of the epoch, after recording all steps so far."""
-        self.take_results(wait=True)
+        self.take_results(wait=True)  # what ranks asked for with these, they ask for again with the next step
         if self._progress is not None:
             self._progress.show(self.state.mean_loss.known(), self.learning_rate)
         guard.poll(wait=True)  # raises now if a label was invalid, so that nothing learnt from it is saved
