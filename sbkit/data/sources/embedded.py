@@ -61,7 +61,8 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
         meta={name[5:]: column(name) for name in whole.column_names if name.startswith("meta ")})
 
 
-def _write_shards(tables: Tables, folder: Path, name: str, bar: Any) -> tuple[int, int]:
+def _write_shards(tables: Tables, folder: Path, name: str,
+                  bar: Any) -> tuple[int, int]:  # a bar of tqdm, which has no types
     """Write the shards of a split that aren't there yet; return how many rows and shards it has."""
     finished = _read_tables(folder, name)
     shards = len(finished)
