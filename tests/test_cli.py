@@ -171,6 +171,10 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
         "evaluate . --data_folder nowhere.csv": "nowhere.csv: no such file",
         "rerun nowhere": "nowhere does not exist", "report nowhere": "nowhere does not exist",
         "transcribe nowhere a.wav": "a.wav: no such file",
+        "transcribe . {root}/README.md --lm nowhere": "nowhere: there is no such language model",
+        "label . {root}/README.md --to x --calibrate y --lm nowhere": "nowhere: there is no such language model",
+        "serve . --lm nowhere": "nowhere: there is no such language model",
+        "listen . --lm nowhere": "nowhere: there is no such language model",
         "speak nowhere hello --to a.wav": "nowhere does not exist",
         "tokenize nowhere corpus --to x": "nowhere does not exist", "new mine": ""}
     (tmp_path / "script.yaml").write_text("seed: 1\n")

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sbkit.commands.options import RUNS_CODE, add_average, add_search, chunk_sizes, request_of, require_run
+from sbkit.commands.options import (
+    RUNS_CODE,
+    add_average,
+    add_search,
+    chunk_sizes,
+    request_of,
+    require_language_model,
+    require_run,
+)
 from sbkit.errors import SbkitError, printable
 from sbkit.score.weights import BEST, ChosenWeights
 from sbkit.system.console import counted, table
@@ -78,14 +86,13 @@ def _refuse_missing_inputs(args: argparse.Namespace) -> None:
     """Refuse files and folders that aren't there, before torch is imported and the run is opened, which takes seconds.
     """
     from sbkit.data.sources import ONE_SPLIT, check_exists
-    from sbkit.decode import arpa, search_options
+    from sbkit.decode import search_options
     from sbkit.export import layout
 
     require_run(args.run)
     if args.on is not None and not args.on.startswith("{"):  # a mapping is refused later, by what it would need
         check_exists({"test": args.on} if args.on.endswith(ONE_SPLIT) else args.on)
-    if args.lm is not None:
-        arpa.check_exists(args.lm)
+    require_language_model(args.lm)
     search_options.hot_words(args.hot_words)
     if args.recogniser is not None:
         layout.read(args.recogniser)

@@ -8,7 +8,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbkit.commands.options import above, add_model, add_schemes, add_search, count, request_of, share
+from sbkit.commands.options import (
+    above,
+    add_model,
+    add_schemes,
+    add_search,
+    count,
+    request_of,
+    require_language_model,
+    share,
+)
 
 if TYPE_CHECKING:
     from sbkit.infer.labelling import RecordingShard
@@ -59,6 +68,7 @@ def _shard(text: str) -> RecordingShard:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_language_model(args.lm)
     from sbkit.infer.labelling import LabelRequest, label
 
     return label(request_of(LabelRequest, args))

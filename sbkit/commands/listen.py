@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_model, add_search, count, request_of
+from sbkit.commands.options import add_model, add_search, count, request_of, require_language_model
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_language_model(args.lm)
     from sbkit.infer.listening import ListenRequest, listen
 
     return listen(request_of(ListenRequest, args))

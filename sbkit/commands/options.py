@@ -77,6 +77,14 @@ def require_run(folder: Path) -> None:
         raise SbkitError(f"{folder} does not exist", hint="name the output_folder of a run")
 
 
+def require_language_model(path: str | None) -> None:
+    """Refuse a file of ``--lm`` that isn't there, before a model is loaded, which takes seconds."""
+    from sbkit.decode import arpa
+
+    if path is not None:
+        arpa.check_exists(path)
+
+
 def chunk_sizes(text: str) -> tuple[int | None, ...]:
     """Parse milliseconds, or ``whole`` (None), with commas between them."""
     sizes: list[int | None] = []

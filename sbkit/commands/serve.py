@@ -6,7 +6,15 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from sbkit.commands.options import above, add_model, add_search, add_vad, not_negative, request_of
+from sbkit.commands.options import (
+    above,
+    add_model,
+    add_search,
+    add_vad,
+    not_negative,
+    request_of,
+    require_language_model,
+)
 from sbkit.serve.limits import DRAIN_SECONDS, GRACE_SECONDS, Limits
 
 
@@ -49,6 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_language_model(args.lm)
     from sbkit.decode.search_options import SearchRequest
     from sbkit.serve.server import ServeRequest, serve
 

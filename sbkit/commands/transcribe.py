@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import above, add_model, add_schemes, add_search, add_vad, count, request_of
+from sbkit.commands.options import (
+    above,
+    add_model,
+    add_schemes,
+    add_search,
+    add_vad,
+    count,
+    request_of,
+    require_language_model,
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_language_model(args.lm)
     from sbkit.infer.transcription import TranscribeRequest, transcribe
 
     return transcribe(request_of(TranscribeRequest, args))
