@@ -34,6 +34,8 @@ from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
+_NO_KEY = "nothing"  # the value of a key that one of two recipes lacks, among their differences
+
 
 def fresh(keys: TaskKeys) -> bool:
     """Whether a run has no checkpoint yet."""
@@ -57,28 +59,46 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
         if keys.init_from is not None:
             _find_source(keys)
         return
-    given = [before for name, (before, _) in changed.items()
-             if re.match(r"data_folder\b", name) and before != "nothing"]
-    if given and changed.get("data_folder", ("", ""))[1] == "null":
-        raise SbkitError(f"data_folder: it is missing, but the run in {keys.folder} was last started with "
-                         f"{', '.join(given)}", hint="give it again, or start a new run in another --output_folder")
-    elsewhere = {change for name, change in changed.items() if name not in SOURCES and name.isidentifier()}
-    began = arguments_of({key: before for key, (before, _) in changed.items()})
+    _refuse_missing_corpus(keys, changed)
     for key in SOURCES:
-        before, now = ("null" if value == "nothing" else value for value in changed.get(key, ("null", "null")))
-        if key == "replay":  # another share is the same source
-            other = (before == "null") != (now == "null")
-        else:  # one that refers to another key, such as a voice's codec, may have moved; init_from: null is fine, too
-            other = changed.get(key) not in elsewhere and (key, now) != ("init_from", "null") and \
-                Path(before).expanduser().resolve() != Path(now).expanduser().resolve()
-        if other:
-            same = f"without --{key}" if before == "null" else f"with {began} (the source need not exist any more)"
-            raise SbkitError(f"{key}: it is {now}, but the run in {keys.folder} was last started with {before}",
-                             hint=f"resume it {same}, or start a new run in another --output_folder")
+        _refuse_other_source(keys, key, changed)
+
     norm = "normalize.norm_type"
-    if "nothing" not in (change := changed.get(norm, ("nothing", ""))):
-        raise SbkitError(f"{norm}: it is {change[1]}, but the run in {keys.folder} was last started with {change[0]}",
-                         hint=f"resume it with --{norm} {change[0]}, or start a new run in another --output_folder")
+    before, now = changed.get(norm, (_NO_KEY, _NO_KEY))
+    if _NO_KEY not in (before, now):
+        raise SbkitError(f"{norm}: it is {now}, but the run in {keys.folder} was last started with {before}",
+                         hint=f"resume it with --{norm} {before}, or start a new run in another --output_folder")
+
+
+def _refuse_missing_corpus(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse a run that was started with a corpus, and is resumed without one."""
+    _, folder_now = changed.get("data_folder", ("", ""))
+    # A mapping of splits to files has a key for each split, such as ``data_folder[train]``.
+    folders_before = [before for name, (before, _) in changed.items()
+                      if re.match(r"data_folder\b", name) and before != _NO_KEY]
+    if folders_before and folder_now == "null":
+        raise SbkitError(f"data_folder: it is missing, but the run in {keys.folder} was last started with "
+                         f"{', '.join(folders_before)}", hint="give it again, or start a new run in another "
+                         "--output_folder")
+
+
+def _refuse_other_source(keys: TaskKeys, key: str, changed: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse another value of one of the ``SOURCES``, because a run keeps what it started from."""
+    before, now = ("null" if value == _NO_KEY else value for value in changed.get(key, ("null", "null")))
+    if key == "replay":  # another share is the same source
+        same = (before == "null") == (now == "null")
+    else:
+        # A value that refers to another key, such as a voice's codec, may have moved with it.
+        changes_elsewhere = {change for name, change in changed.items() if name not in SOURCES and name.isidentifier()}
+        moved = changed.get(key) in changes_elsewhere
+        no_longer_needed = key == "init_from" and now == "null"
+        same = moved or no_longer_needed or Path(before).expanduser().resolve() == Path(now).expanduser().resolve()
+    if same:
+        return
+    began = arguments_of({name: value for name, (value, _) in changed.items()})
+    how = f"without --{key}" if before == "null" else f"with {began} (the source need not exist any more)"
+    raise SbkitError(f"{key}: it is {now}, but the run in {keys.folder} was last started with {before}",
+                     hint=f"resume it {how}, or start a new run in another --output_folder")
 
 
 def check(keys: TaskKeys, brain: Task) -> tuple[str, list[ParameterOutcome]]:
@@ -95,32 +115,34 @@ def check(keys: TaskKeys, brain: Task) -> tuple[str, list[ParameterOutcome]]:
 
 def filled(recipe: Recipe) -> set[int]:
     """The ids of the tensors that a new run takes from its source, so that no pretrainer must load them."""
-    keys, modules = recipe.keys, torch.nn.ModuleDict(recipe.hparams["modules"])
+    keys = recipe.keys
+    modules = torch.nn.ModuleDict(recipe.hparams["modules"])
     if keys.init_from is None or keys.pretrainer is None:
         return set()
-    own = modules.state_dict(keep_vars=True)
+    tensors = modules.state_dict(keep_vars=True)
     paths = ranks.run_on_main(
         lambda: Match(modules, recipe.hparams, _find_source(keys), keys.init_leave or (), shapes=True).taken())
-    taken = {id(own[path]): path for path in paths}
-    lost = pretrained.loaded_ids(keys.pretrainer) - pretrained.saved_ids(keys.checkpointer.recoverables.values())
-    unsaved = [path for each, path in taken.items() if each in lost]
+    path_of = {id(tensors[path]): path for path in paths}
+    loaded_but_unsaved = (pretrained.loaded_ids(keys.pretrainer)
+                          - pretrained.saved_ids(keys.checkpointer.recoverables.values()))
+    unsaved = [path for tensor_id, path in path_of.items() if tensor_id in loaded_but_unsaved]
     if unsaved:
         raise SbkitError(f"init_from: {len(unsaved)} tensors, such as {unsaved[0]}, would be taken, but no checkpoint "
                          "of this run saves them: once resumed, it would use those of its pretrainer",
                          hint="name their part under the recoverables of the checkpointer, or under init_leave")
-    return set(taken)
+    return set(path_of)
 
 
 def load(brain: Task) -> None:
     """Load the initial weights into a Brain; one rank reads them, and the others get them from it."""
     if brain.keys.init_from is None:
         return
-    counted, outcome = ranks.run_on_main(_fill, brain)
+    statistics, outcome_table = ranks.run_on_main(_fill, brain)
     if ranks.is_main():
-        logger.info("%s", outcome)
+        logger.info("%s", outcome_table)
     for path, module in counting_modules(brain.modules):
-        if path in counted:
-            values = dict(counted[path])
+        if path in statistics:
+            values = statistics[path]
             module._load_statistics_dict({**values, "count": int(values["count"])})
     ranks.take_from_main(brain.modules.state_dict(keep_vars=True).values())
 
@@ -138,18 +160,19 @@ class MeanWithSource:
         trained = copy.deepcopy(brain.modules.state_dict())
         ranks.run_on_main(_fill, brain)
         ranks.take_from_main(brain.modules.state_dict(keep_vars=True).values())
-        self._old = {name: value.detach().clone() for name, value in self._state.items()}
-        for name, value in self._old.items():
+        self._initial = {name: value.detach().clone() for name, value in self._state.items()}
+        for name, value in self._initial.items():
+            # Still as trained, so the source lacks this adapter, which was zero when the run started.
             if adapters.is_zero_at_first(name) and torch.equal(value, trained[name]):
                 value.zero_()
         brain.modules.load_state_dict(trained)
-        self._new = {name: trained[name] for name in self._state}
+        self._trained = {name: trained[name] for name in self._state}
 
     @torch.no_grad()
     def take(self, share: float) -> None:
         """Load the mean into the Brain, with a weight of ``share`` for the trained weights."""
         for name, value in self._state.items():
-            value.copy_(torch.lerp(self._old[name], self._new[name], share))
+            value.copy_(torch.lerp(self._initial[name], self._trained[name], share))
 
 
 def _fill(brain: Task) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
@@ -161,8 +184,8 @@ def _fill(brain: Task) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
         if isinstance(module, Encoder):
             module.keep()  # its pretrainer, which would do it, has nothing to load
             lines += module.notes()
-    statistics = {path: {own: match.theirs[name] for own, name in names.items()}
-                  for path, names in match.counted.items()}
+    statistics = {path: {value: match.source_tensors[name] for value, name in names.items()}
+                  for path, names in match.statistics.items()}
     return statistics, "\n".join(lines)
 
 
@@ -172,7 +195,8 @@ def _merged(match: Match) -> str:
 
 def _match(brain: Task, source: WeightSource, shapes: bool = False) -> Match:
     match = Match(brain.modules, vars(brain.hparams), source, brain.keys.init_leave or (), brain.token_tables(), shapes)
-    match.pretrained = pretrained.loaded_ids(brain.keys.pretrainer, {id(match.own[path]) for path in match.taken()})
+    taken_ids = {id(match.model_tensors[path]) for path in match.taken()}
+    match.pretrained = pretrained.loaded_ids(brain.keys.pretrainer, taken_ids)
     return match
 
 
@@ -189,10 +213,12 @@ def _find_source(keys: TaskKeys) -> WeightSource:
 
 def checkpoints_of(trace: Trace) -> list[Path]:
     """The folders of the run's checkpoints; the check's own checkpointer is elsewhere."""
-    saver = trace.built.nodes.get("checkpointer")
-    saves = saver.value.get("checkpoints_dir") if saver is not None and isinstance(saver.value, dict) else None
-    saved_in = static(saves) if saves is not None else None
-    return sorted(Path(saved_in).glob(f"{CKPT_PREFIX}+*")) if isinstance(saved_in, str) else []
+    checkpointer = trace.built.nodes.get("checkpointer")
+    if checkpointer is None or not isinstance(checkpointer.value, dict):
+        return []
+    folder_node = checkpointer.value.get("checkpoints_dir")
+    folder = None if folder_node is None else static(folder_node)
+    return sorted(Path(folder).glob(f"{CKPT_PREFIX}+*")) if isinstance(folder, str) else []
 
 
 def check_start(trace: Trace, findings: Findings) -> Section | None:
@@ -215,16 +241,19 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
             if not names_model(keys.init_from):  # one on the hub would be downloaded for a run that can't start
                 _find_source(keys)
             return None
-        described, outcomes = check(keys, trace.brain)
+        description, outcomes = check(keys, trace.brain)
     except SbkitError as error:
-        nodes, (key, _, message) = trace.built.nodes, error.message.partition(": ")
-        key, message = (key, message) if key in nodes and key.startswith("init_") else ("init_from", error.message)
+        nodes = trace.built.nodes
+        key, _, message = error.message.partition(": ")
+        if key not in nodes or not key.startswith("init_"):
+            key = "init_from"
+            message = error.message
         findings.error("start", nodes[key].place, key, message, error.hint or "")
         return None
     parts = [{"part": outcome.name, "numbers": outcome.numbers, "what": outcome.what, "why": outcome.why}
              for outcome in collapsed(outcomes)]
-    return Section(f"Start: from {described}", COLUMNS, rows(outcomes),
-                   values={"from": described, "parts": parts})
+    return Section(f"Start: from {description}", COLUMNS, rows(outcomes),
+                   values={"from": description, "parts": parts})
 
 
 COLUMNS = ["part", "values", "what", "why"]
@@ -251,19 +280,24 @@ def collapsed(outcomes: Iterable[ParameterOutcome], depth: int = 1) -> list[Para
     [('a.0-1', 4, 'taken'), ('a.2', 2, 'left'), ('b', 2, 'taken')]
     """
     modules: dict[str, list[ParameterOutcome]] = {}
-    for each in outcomes:
-        modules.setdefault(".".join(each.name.split(".")[:depth]), []).append(each)
-    found = []
-    for name, below in modules.items():
-        alike = len({(each.what, each.why) for each in below}) == 1
-        found += [_together(name, below)] if alike else collapsed(below, depth + 1)
+    for outcome in outcomes:
+        module_name = ".".join(outcome.name.split(".")[:depth])
+        modules.setdefault(module_name, []).append(outcome)
+    of_modules = []
+    for module_name, below in modules.items():
+        if len({(outcome.what, outcome.why) for outcome in below}) == 1:
+            of_modules.append(_together(module_name, below))
+        else:
+            of_modules += collapsed(below, depth + 1)
 
-    def layer(outcome: ParameterOutcome) -> tuple[object, ...]:
+    def same_for_layers(outcome: ParameterOutcome) -> tuple[object, ...]:
+        """The same for layers of one list with one outcome; the outcome itself for anything else."""
         *above, last = outcome.name.split(".")
-        return (outcome.what, outcome.why, above) if len(above) == depth - 1 > 0 and last.isdigit() else outcome
+        is_layer = above and len(above) == depth - 1 and last.isdigit()
+        return (outcome.what, outcome.why, above) if is_layer else outcome
 
     rows = []
-    for _, group in itertools.groupby(found, layer):
+    for _, group in itertools.groupby(of_modules, same_for_layers):
         first, *more = group
         name = f"{first.name}-{more[-1].name.rpartition('.')[2]}" if more else first.name
         rows.append(_together(name, [first, *more]))
