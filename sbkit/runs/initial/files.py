@@ -60,14 +60,19 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 def by_parts(path: Path, state: Mapping[str, V]) -> dict[str, V]:
     """A file's tensors, with a ModuleList's indices replaced by the recipe's keys if the metadata has these."""
-    keys: Any = {}  # whatever JSON the file has
+    metadata: Any = {}  # whatever JSON the file has
     if _is_safetensors(path):
         with contextlib.suppress(SafetensorError, OSError, ValueError, RecursionError), \
                 safe_open(path, framework="numpy") as file:  # foreign, or damaged: tensors_in reports it
-            keys = json.loads((file.metadata() or {}).get(PARTS, "{}"))
-    known = {place: key for place, key in keys.items() if isinstance(key, str)} if isinstance(keys, dict) else {}
-    words = {name: name.partition(".") for name in state}
-    return {f"{known.get(head, head)}{dot}{rest}": state[name] for name, (head, dot, rest) in words.items()}
+            metadata = json.loads((file.metadata() or {}).get(PARTS, "{}"))
+    keys = {}
+    if isinstance(metadata, dict):
+        keys = {index: key for index, key in metadata.items() if isinstance(key, str)}
+    by_key = {}
+    for name, value in state.items():
+        index, dot, rest = name.partition(".")
+        by_key[f"{keys.get(index, index)}{dot}{rest}"] = value
+    return by_key
 
 
 def plain_state(path: Path, lazily: bool = False) -> dict[str, Any] | None:
@@ -91,11 +96,14 @@ def _plain(state: object) -> dict[str, Any] | None:
         return None
     state = weights_in(hook_on_loading_state_dict_checkpoint(dict(state)))
     if set(state) == STATISTICS:  # an InputNormalization's
-        found = {name: torch.as_tensor(value) for name, value in state.items()}
-        return found if found["count"] > 0 else {}
-    whole = bool(state) and all(isinstance(name, str) and isinstance(value, str if name == BASE else torch.Tensor)
-                                for name, value in state.items())
-    return dict(state) if whole else None
+        statistics = {name: torch.as_tensor(value) for name, value in state.items()}
+        return statistics if statistics["count"] > 0 else {}
+    if not state:
+        return None
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, str if name == BASE else torch.Tensor):
+            return None
+    return dict(state)
 
 
 def _is_torchs(path: Path) -> bool:

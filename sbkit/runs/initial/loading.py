@@ -73,7 +73,7 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
 def _refuse_missing_corpus(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
     """Refuse a run that was started with a corpus, and is resumed without one."""
     _, folder_now = changed.get("data_folder", ("", ""))
-    # A mapping of splits to files has a key for each split, such as ``data_folder[train]``.
+    # A mapping of splits to files has a value for each, such as ``data_folder.train``.
     folders_before = [before for name, (before, _) in changed.items()
                       if re.match(r"data_folder\b", name) and before != _NO_KEY]
     if folders_before and folder_now == "null":

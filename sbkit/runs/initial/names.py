@@ -21,9 +21,11 @@ V = TypeVar("V")
 
 _LISTS = ("ModuleList", "Sequential")
 #: SpeechBrain's wrappers of transformers' encoders, and the name in recipes here of the wrapped model.
-_WRAPPERS, _HELD_AS = ("Wav2Vec2", "HuBERT", "WavLM"), "encoder.network"
-_ADAPTED, _ADAPTERS = "Adapted", ("LoRA", "Houlsby")
-_RANK = inspect.signature(LoRA).parameters["rank"].default
+_WRAPPERS = ("Wav2Vec2", "HuBERT", "WavLM")
+_HELD_AS = "encoder.network"
+_ADAPTED = "Adapted"
+_ADAPTERS = ("LoRA", "Houlsby")
+_DEFAULT_RANK = inspect.signature(LoRA).parameters["rank"].default
 
 
 class SavedNames:
@@ -35,7 +37,9 @@ class SavedNames:
     """
 
     def __init__(self, tree: Node, saved: Mapping[str, Node], also: Mapping[str, str] | None = None):
-        self._saved, self._also, self._ema = saved, dict(also or {}), tree.value.get("ema")
+        self._saved = saved
+        self._also = dict(also or {})
+        self._ema = tree.value.get("ema")
         self._keys = {id(node): key for key, node in tree.value.items() if _kind(node)}
         self._loras = [node for node in tree.children() if _kind(node) == "LoRA"]
         modules = tree.at("modules")
@@ -74,8 +78,8 @@ class SavedNames:
 
     def _heads(self, node: Node | None, name: str = "") -> dict[str, str]:
         """Map prefixes of a module's tensor names to the recipe's keys."""
-        own = self._keys.get(id(node)) or self._modules.get(id(node)) or name
-        heads = {"": own, **dict(self._prefixes(node))}
+        key = self._keys.get(id(node)) or self._modules.get(id(node)) or name
+        heads = {"": key, **dict(self._prefixes(node))}
         return {prefix: self._also.get(head, head) for prefix, head in heads.items()}
 
     # ------------------------------------------------------------ adapted models
@@ -83,7 +87,7 @@ class SavedNames:
     def base_folder(self, name: str) -> str:
         """The folder of an adapted model's base; empty without a base."""
         node = self._saved.get(name)
-        return str(_given(node, "folder", 2)) if _kind(node) == _ADAPTED else ""
+        return str(_value(node, "folder", 2)) if _kind(node) == _ADAPTED else ""
 
     def named_base(self, name: str, base: Mapping[str, V]) -> dict[str, V]:
         """Rename a base's tensors to the recipe's names."""
@@ -93,12 +97,14 @@ class SavedNames:
     def lora_scale(self, layer: str) -> float | None:
         """The recipe's scale of the LoRA at a layer; None without one."""
         for node in self._loras:
-            rank, alpha, targets = _given(node, "rank", 2), _given(node, "alpha", 3), _given(node, "targets", 1)
+            targets = _value(node, "targets", 1)
+            patterns = [str(target) for target in (targets if isinstance(targets, list) else [targets])]
             for prefix, head in self._heads(_argument(node, "module", 0)).items():
                 path = f"{prefix}{layer.removeprefix(f'{head}.')}"
-                if layer.startswith(f"{head}.") and any(fnmatch.fnmatchcase(path, str(target)) for target in
-                                                        (targets if isinstance(targets, list) else [targets])):
-                    rank = _RANK if rank is None else rank
+                if layer.startswith(f"{head}.") and any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns):
+                    rank = _value(node, "rank", 2)
+                    alpha = _value(node, "alpha", 3)
+                    rank = _DEFAULT_RANK if rank is None else rank
                     return float(rank if alpha is None else alpha) / float(rank)
         return None
 
@@ -115,8 +121,8 @@ def encoders(tree: Node) -> dict[str, Settings]:
     """The configs of pretrained encoders that a run saved, by the recipe's key."""
     settings_by_key = {}
     for key, node in tree.value.items():
-        source = _given(node, "source", 0)
-        folder = _given(node, "folder", 1)
+        source = _value(node, "source", 0)
+        folder = _value(node, "folder", 1)
         is_encoder = _kind(node) and (isinstance(source, str) or _kind(node) == "Encoder")
         if not is_encoder or not isinstance(folder, str):
             continue
@@ -128,7 +134,7 @@ def encoders(tree: Node) -> dict[str, Settings]:
 
 def wrapped(tree: Node) -> str | None:
     """The folder or repository of the encoder in one of SpeechBrain's wrappers."""
-    sources = (_given(node, "source", 0) for node in tree.value.values() if _kind(node) in _WRAPPERS)
+    sources = (_value(node, "source", 0) for node in tree.value.values() if _kind(node) in _WRAPPERS)
     return next((source for source in sources if isinstance(source, str)), None)
 
 
@@ -157,13 +163,16 @@ def _kind(node: Node | None) -> str:
 
 def _argument(node: Node | None, name: str, place: int) -> Node | None:
     """An argument of an object, by name or position; None also if it is null."""
-    value = None if node is None else node.value
-    found = value.get(name) if isinstance(value, dict) else \
-        value[place] if isinstance(value, list) and place < len(value) else None
-    return None if found is None or found.value is None else found
+    arguments = None if node is None else node.value
+    argument = None
+    if isinstance(arguments, dict):
+        argument = arguments.get(name)
+    elif isinstance(arguments, list) and place < len(arguments):
+        argument = arguments[place]
+    return None if argument is None or argument.value is None else argument
 
 
-def _given(node: Node | None, name: str, place: int) -> Any:  # whatever the recipe says there
-    """The same as a Python value."""
-    found = _argument(node, name, place)
-    return None if found is None else data(found)
+def _value(node: Node | None, name: str, place: int) -> Any:  # whatever the recipe says there
+    """An argument of an object as a Python value."""
+    argument = _argument(node, name, place)
+    return None if argument is None else data(argument)

@@ -49,11 +49,12 @@ class PublishedSource(WeightSource):
         return [blank, *(place for place in range(len(self.model.tokens.pieces)) if place != blank)]
 
     def piece_model(self) -> bytes:
-        tokens, order = self.model.tokens, self.kept_order
+        tokens = self.model.tokens
+        order = self.kept_order
+        pieces = [tokens.pieces[token_id] for token_id in order]
+        silent = {place for place, token_id in enumerate(order) if token_id in tokens.silent}
         try:
-            return piece_model([tokens.pieces[place] for place in order],
-                               {new for new, place in enumerate(order) if place in tokens.silent}, tokens.scores,
-                               tokens.merges)
+            return piece_model(pieces, silent, tokens.scores, tokens.merges)
         except SbkitError as error:
             raise SbkitError(f"the tokenizer of {self.model.source} can't be kept: {error.message}",
                              hint=error.hint) from error

@@ -41,11 +41,13 @@ logger = logging.getLogger(__name__)
 
 KINDS = "a run, a checkpoint, a bundle, a folder for EncoderASR, a CTC model of transformers, or a .safetensors file"
 #: The format of a bundle, and the file that names it; models of transformers have a file of the same name.
-_BUNDLE, _CONFIG, _MAX_BYTES = "sbkit bundle", "config.json", 1 << 24
+_BUNDLE = "sbkit bundle"
+_CONFIG = "config.json"
+_MAX_BYTES = 1 << 24
 _WEIGHTS = "model.safetensors"  # of bundles with the recipe's names of tensors
 _TOKENIZERS = ("tokenizer.ckpt", "tokenizer.model")  # of bundles and of SpeechBrain's folders
-_OTHER = "no tensors in its file"
-_SPECIAL = ("blank", "bos", "eos")
+_NO_TENSORS = "no tensors in its file"
+_ROLES = ("blank", "bos", "eos")
 #: SentencePiece's names for a CTCTextEncoder's special labels.
 _NAMES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
 
@@ -63,12 +65,19 @@ class TokenRows(NamedTuple):
         >>> TokenRows(["_", "b", "a"], {"blank": 0}).rows_in(TokenRows(["<unk>", "a", "c"], {"blank": 0}))
         [0, -1, 1]
         """
-        mine, theirs = ({place: role for role, place in each.roles.items()} for each in (self, other))
-        places = {piece: place for place, piece in enumerate(other.pieces) if place not in theirs}
-        if not any(len(piece) == 1 and piece.islower() for piece in places):
-            places = {piece.lower(): place for piece, place in places.items()} | places
-        return [other.roles.get(mine[place], -1) if place in mine else places.get(piece, -1)
-                for place, piece in enumerate(self.pieces)]
+        role_of = {token_id: role for role, token_id in self.roles.items()}
+        special = set(other.roles.values())
+        id_of = {piece: token_id for token_id, piece in enumerate(other.pieces) if token_id not in special}
+        has_small_letters = any(len(piece) == 1 and piece.islower() for piece in id_of)
+        if not has_small_letters:
+            id_of = {piece.lower(): token_id for piece, token_id in id_of.items()} | id_of
+        rows = []
+        for token_id, piece in enumerate(self.pieces):
+            if token_id in role_of:
+                rows.append(other.roles.get(role_of[token_id], -1))
+            else:
+                rows.append(id_of.get(piece, -1))
+        return rows
 
 
 class TokenTables(NamedTuple):
@@ -81,11 +90,18 @@ class TokenTables(NamedTuple):
 
 def label_rows(encoder: CTCTextEncoder) -> TokenRows:
     """Return the token of each id of a CTCTextEncoder, with SentencePiece's names for special ones."""
-    roles = {role: encoder.lab2ind[label] for role in ("blank", *_NAMES)
-             if (label := getattr(encoder, f"{role}_label", None)) in encoder.lab2ind}
-    names = {place: _NAMES[role] for role, place in roles.items() if role in _NAMES}
-    return TokenRows([names.get(i, str(encoder.ind2lab.get(i, "")).replace(" ", "▁"))
-                      for i in range(len(encoder.ind2lab))], roles)
+    roles = {}
+    for role in ("blank", *_NAMES):
+        label = getattr(encoder, f"{role}_label", None)
+        if label in encoder.lab2ind:
+            roles[role] = encoder.lab2ind[label]
+    special_names = {roles[role]: name for role, name in _NAMES.items() if role in roles}
+
+    pieces = []
+    for token_id in range(len(encoder.ind2lab)):
+        label_text = str(encoder.ind2lab.get(token_id, "")).replace(" ", "▁")
+        pieces.append(special_names.get(token_id, label_text))
+    return TokenRows(pieces, roles)
 
 
 @dataclass
@@ -118,27 +134,43 @@ class WeightSource:
 
         shapes : on the meta device, without reading values
         """
-        states = {name: state for name, path in self.files.items() if (state := self._state(name, path, shapes))}
-        if self.names is None:
-            if any(BASE in state for state in states.values()):
-                raise SbkitError(f"init_from: {self.description} has adapters but not the model that they adapt: "
-                                 "only the recipe of its run says how they fit together",
-                                 hint="name the run's folder, or the checkpoint in it")
-            parts = {name: by_parts(self.files[name], state) for name, state in states.items()}
-            found = next(iter(parts.values())) if len(parts) == 1 else \
-                {f"{name}.{key}": value for name, state in parts.items() for key, value in state.items()}
-        else:
-            found = {full: value for name, state in states.items() if not self.names.is_moving_average(name)
-                     for full, value in self._named(name, state, shapes).items()}
-            alone = not found
-            for name in filter(self.names.is_moving_average, states):  # it replaces the weights that were averaged
-                state = states[name]
-                weights = weights_in(state)  # the state itself if it is an average of several
-                if weights is not state and not state["updates"]:
-                    weights = {}
-                moving = self._named(name, weights, shapes)
-                found |= {full: value for full, value in moving.items() if alone or full in found}
-        return {name: value.to("meta") for name, value in found.items()} if shapes else found
+        states = {}
+        for name, path in self.files.items():
+            state = self._state(name, path, shapes)
+            if state:
+                states[name] = state
+        tensors = self._named_by_files(states) if self.names is None else self._named_by_recipe(states, shapes)
+        return {name: tensor.to("meta") for name, tensor in tensors.items()} if shapes else tensors
+
+    def _named_by_files(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """The tensors by their names in the file; if there are several files, after the file's own name."""
+        if any(BASE in state for state in states.values()):
+            raise SbkitError(f"init_from: {self.description} has adapters but not the model that they adapt: "
+                             "only the recipe of its run says how they fit together",
+                             hint="name the run's folder, or the checkpoint in it")
+        parts = {name: by_parts(self.files[name], state) for name, state in states.items()}
+        if len(parts) == 1:
+            (only_part,) = parts.values()
+            return only_part
+        return {f"{name}.{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
+
+    def _named_by_recipe(self, states: Mapping[str, Mapping[str, Any]], shapes: bool) -> dict[str, torch.Tensor]:
+        """The tensors by their names in the recipe; those of a moving average replace the weights it is of."""
+        assert self.names is not None
+        tensors: dict[str, torch.Tensor] = {}
+        for name, state in states.items():
+            if not self.names.is_moving_average(name):
+                tensors |= self._named(name, state, shapes)
+
+        has_only_averages = not tensors
+        for name in filter(self.names.is_moving_average, states):
+            state = states[name]
+            weights = weights_in(state)  # the state itself if it is an average of several
+            if weights is not state and not state["updates"]:
+                weights = {}  # nothing was averaged yet
+            averaged = self._named(name, weights, shapes)
+            tensors |= {key: tensor for key, tensor in averaged.items() if has_only_averages or key in tensors}
+        return tensors
 
     def lora_scale(self, layer: str) -> float | None:
         """The scale of a layer's LoRA; None if it is unknown."""
@@ -152,7 +184,7 @@ class WeightSource:
             if len(self.files) == 1:
                 raise SbkitError(f"init_from: {path} has no state dict of tensors",
                                  hint="save model.state_dict(), best as .safetensors")
-            self.no_tensors[name] = _OTHER
+            self.no_tensors[name] = _NO_TENSORS
             return {}
         state = plain_state(path, lazily=shapes) or {}  # files without tensors have no weights
         if state and self.average.several and not shapes and set(state) != STATISTICS:
@@ -163,18 +195,24 @@ class WeightSource:
     def _named(self, name: str, state: Mapping[str, Any], shapes: bool) -> dict[str, torch.Tensor]:
         """A state by the recipe's names, with the base of an adapted model."""
         assert self.names is not None
-        own = {key: value for key, value in state.items() if key != BASE}
-        found = self.names.named(name, own)
+        named = self.names.named(name, {key: value for key, value in state.items() if key != BASE})
+        # The file of the averaged model names the base of a moving average, too.
         if BASE in state and not self.names.is_moving_average(name):
-            hashed = state[BASE]
-            folders = [self.files[name].parent.parent, Path(self.names.base_folder(name))]
-            path = next((file for folder in folders if (file := base_file(folder, hashed)).is_file()), None)
-            if path is None:
-                raise SbkitError(f"init_from: {self.description} has adapters, but the model that they were trained "
-                                 f"with doesn't exist: {base_file(folders[0], hashed)}",
-                                 hint="copy it from where the run was")
-            found |= self.names.named_base(name, (tensors_in(path) or {}) if shapes else read_base(path, hashed))
-        return found
+            path = self._base_file(name, state[BASE])
+            base = (tensors_in(path) or {}) if shapes else read_base(path, state[BASE])
+            named |= self.names.named_base(name, base)
+        return named
+
+    def _base_file(self, name: str, base_hash: str) -> Path:
+        """The file of the model that adapters were trained with: beside the checkpoint, or where the run had it."""
+        assert self.names is not None
+        beside = base_file(self.files[name].parent.parent, base_hash)
+        of_the_run = base_file(Path(self.names.base_folder(name)), base_hash)
+        for path in (beside, of_the_run):
+            if path.is_file():
+                return path
+        raise SbkitError(f"init_from: {self.description} has adapters, but the model that they were trained with "
+                         f"doesn't exist: {beside}", hint="copy it from where the run was")
 
     def describe_average(self, count: int) -> str:
         """Describe the average of a run's checkpoints, of which there may be fewer than requested."""
@@ -190,21 +228,29 @@ class WeightSource:
         """The SentencePiece model of its tokens; None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        if (labels := self._labels()) is not None:
-            if "blank" not in labels.roles:
-                raise SbkitError(f"{self.tokenizer} has no blank, which a run needs", hint="write init_tokenizer: new")
-            order = sorted(range(len(labels.pieces)), key=lambda place: place != labels.roles["blank"])
-            return piece_model([labels.pieces[place] for place in order],
-                               {new for new, place in enumerate(order) if place in labels.roles.values()})
+        labels = self._labels()
+        if labels is not None:
+            return self._piece_model_of(labels)
         Tokenizer(self.tokenizer.parent, model=self.tokenizer).load()  # an error before anything is written
         return self.tokenizer.read_bytes()
+
+    def _piece_model_of(self, labels: TokenRows) -> bytes:
+        """The SentencePiece model of a CTCTextEncoder's labels, with the blank first, as runs have it."""
+        if "blank" not in labels.roles:
+            raise SbkitError(f"{self.tokenizer} has no blank, which a run needs", hint="write init_tokenizer: new")
+        blank = labels.roles["blank"]
+        order = [blank, *(token_id for token_id in range(len(labels.pieces)) if token_id != blank)]
+        special = set(labels.roles.values())
+        silent = {place for place, token_id in enumerate(order) if token_id in special}
+        return piece_model([labels.pieces[token_id] for token_id in order], silent)
 
     def vocabulary(self) -> TokenRows:
         """The token of each row of its head; raises if they are unknown."""
         if self.tokenizer is None:
-            lost = f": {self.lost_tokenizer} doesn't exist" if self.lost_tokenizer is not None else ""
-            raise SbkitError(f"{self.description} has no tokenizer{lost}")
-        if (labels := self._labels()) is not None:
+            why = f": {self.lost_tokenizer} doesn't exist" if self.lost_tokenizer is not None else ""
+            raise SbkitError(f"{self.description} has no tokenizer{why}")
+        labels = self._labels()
+        if labels is not None:
             return labels
         tokenizer = Tokenizer(self.tokenizer.parent, model=self.tokenizer).load()
         ids = {"blank": tokenizer.blank_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id} | self.roles
@@ -223,8 +269,8 @@ class WeightSource:
             raise SbkitError(f"{self.tokenizer} can't be read as a CTCTextEncoder: {first_line(error)}",
                              hint="give the tokenizer.ckpt that SpeechBrain's encoder saved, or leave the head out: "
                              '--init_leave "[ctc_lin]"') from error
-        found = label_rows(encoder)
-        return found._replace(roles=found.roles | self.roles)
+        rows = label_rows(encoder)
+        return rows._replace(roles=rows.roles | self.roles)
 
 
 def find(path: str | Path, weights: ChosenWeights, metric: Metric) -> WeightSource:
@@ -241,18 +287,7 @@ def find(path: str | Path, weights: ChosenWeights, metric: Metric) -> WeightSour
         return _of_run(run, weights, metric)
     refuse_choice(path, weights)
     if path.is_file():
-        description, folder = f"the file {path}", path.absolute().parent
-        container = None  # the checkpoint, bundle or folder that it belongs to
-        if (folder / METAFNAME).is_file():
-            container = _of_checkpoint(folder, metric)
-        elif (folder / RECIPE).is_file():
-            with contextlib.suppress(SbkitError):  # not a recipe that can be read
-                container = _of_speechbrain(folder) if _run_of(folder) is None else None
-        held = None if container is None else next(
-            (name for name, file in container.files.items() if file.stem == path.stem or file.samefile(path)), None)
-        if container is None or held is None:
-            return WeightSource(description, {"": path})
-        return replace(container, description=description, files={held: path}, no_tensors={})
+        return _of_file(path, metric)
     if (path / METAFNAME).is_file():
         return _of_checkpoint(path, metric)
     if (path / RECIPE).is_file():
@@ -263,6 +298,28 @@ def find(path: str | Path, weights: ChosenWeights, metric: Metric) -> WeightSour
         raise SbkitError(f"init_from: the bundle {path} has only graphs, and no weights that can be trained",
                          hint="name the run that it was exported from, or a bundle in SpeechBrain's format")
     return WeightSource(f"the bundle {path}", {"": path / _WEIGHTS})
+
+
+def _of_file(path: Path, metric: Metric) -> WeightSource:
+    """One file, with the names and the tokenizer of the checkpoint, bundle or folder in which it is, if it is in one.
+    """
+    description = f"the file {path}"
+    container = _container_of(path.absolute().parent, metric)
+    if container is not None:
+        for name, file in container.files.items():
+            if file.stem == path.stem or file.samefile(path):
+                return replace(container, description=description, files={name: path}, no_tensors={})
+    return WeightSource(description, {"": path})
+
+
+def _container_of(folder: Path, metric: Metric) -> WeightSource | None:
+    """The checkpoint, bundle or folder for EncoderASR; None for any other folder."""
+    if (folder / METAFNAME).is_file():
+        return _of_checkpoint(folder, metric)
+    if (folder / RECIPE).is_file():
+        with contextlib.suppress(SbkitError):  # not a recipe that can be read
+            return _of_speechbrain(folder) if _run_of(folder) is None else None
+    return None
 
 
 def _run_of(path: Path) -> Path | None:
@@ -280,10 +337,11 @@ def _run_of(path: Path) -> Path | None:
 
 def refuse_choice(path: Path, weights: ChosenWeights) -> None:
     """Refuse to choose checkpoints if the source is no run."""
-    for key, asked, by_default in (("init_average", weights.average, BEST_CHECKPOINT.average),
-                                   ("init_checkpoint", weights.checkpoint, BEST_CHECKPOINT.checkpoint)):
-        if asked != by_default:
-            raise SbkitError(f"{key}: {asked} selects a run's checkpoints, but init_from is {path}, which is no run",
+    choices = {"init_average": (weights.average, BEST_CHECKPOINT.average),
+               "init_checkpoint": (weights.checkpoint, BEST_CHECKPOINT.checkpoint)}
+    for key, (value, default) in choices.items():
+        if value != default:
+            raise SbkitError(f"{key}: {value} selects a run's checkpoints, but init_from is {path}, which is no run",
                              hint=f"name the folder of the run, or leave {key} out")
 
 
@@ -323,13 +381,14 @@ def _of_run(run: Path, weights: ChosenWeights, metric: Metric) -> WeightSource:
 
 def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
     """A checkpoint of a run, if the run's recipe is found; otherwise the tensors in its files."""
-    run = next((above for above in list(path.absolute().parents)[:2] if (above / RECIPE).is_file()), None)
-    if run is not None:
-        return _of_run(run, ChosenWeights(path.absolute().name), metric)
+    for folder in list(path.absolute().parents)[:2]:
+        if (folder / RECIPE).is_file():
+            return _of_run(folder, ChosenWeights(path.absolute().name), metric)
     _refuse_damaged(path)
-    files = {file.name.removesuffix(PARAMFILE_EXT): file for file in sorted(path.glob(f"*{PARAMFILE_EXT}"))
-             if file.is_file()}  # a pipe would be waited for
-    files = {name: file for name, file in files.items() if plain_state(file) is not None}
+    files = {}
+    for file in sorted(path.glob(f"*{PARAMFILE_EXT}")):
+        if file.is_file() and plain_state(file) is not None:  # reading a pipe would wait
+            files[file.name.removesuffix(PARAMFILE_EXT)] = file
     if not files:
         raise SbkitError(f"init_from: the checkpoint {path} has no weights")
     return WeightSource(f"the checkpoint {path}", files)
@@ -338,16 +397,17 @@ def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
 def _chosen(checkpointer: Checkpointer, weights: ChosenWeights, order: Order) -> Checkpoint:
     """The checkpoint, or the first of those that are averaged."""
     if weights.by_name:
-        found = restore.find_checkpoint(checkpointer, weights.checkpoint)
-        _refuse_damaged(Path(found.path))
-        return found
+        checkpoint = restore.find_checkpoint(checkpointer, weights.checkpoint)
+        _refuse_damaged(Path(checkpoint.path))
+        return checkpoint
     reasons = []
-    for each in checkpointer.find_checkpoints(**order):
-        reason = damage(Path(each.path))
+    for checkpoint in checkpointer.find_checkpoints(**order):
+        path = Path(checkpoint.path)
+        reason = damage(path)
         if reason is None:
-            return each
-        reasons.append(f"{Path(each.path).name}: {reason}")
-        logger.warning("init_from: skipping %s: %s", each.path, reason)
+            return checkpoint
+        reasons.append(f"{path.name}: {reason}")
+        logger.warning("init_from: skipping %s: %s", checkpoint.path, reason)
     raise SbkitError(f"init_from: all checkpoints of {checkpointer.checkpoints_dir} are damaged: {'; '.join(reasons)}")
 
 
@@ -364,16 +424,27 @@ def _saved(description: str, chosen: Checkpoint, tree: Node, checkpointer: Check
              names.is_moving_average(name)}
     if not files:
         raise SbkitError(f"init_from: {chosen.path} has no weights that its recipe names under modules")
-    roles = {role: place for role in _SPECIAL if isinstance(place := tree.at(f"{role}_index"), int)}
-    tokenizer = None
-    if isinstance(tree.at("tokenizer"), dict):
-        model, where, size, kind = (tree.at("tokenizer", name) for name in ("model", "folder", "vocab_size",
-                                                                            "model_type"))
-        tokenizer = Path(str(model)) if model else \
-            Path(str(where)) / f"{'all' if size is None else size}_{kind or 'unigram'}.model"
-    found = tokenizer if tokenizer is not None and tokenizer.is_file() else None
-    return WeightSource(description, files, names, checkpointer, tokenizer=found,
-                        lost_tokenizer=None if found else tokenizer, roles=roles, encoders=encoders(tree))
+    roles = {role: index for role in _ROLES if isinstance(index := tree.at(f"{role}_index"), int)}
+    source = WeightSource(description, files, names, checkpointer, roles=roles, encoders=encoders(tree))
+    tokenizer = _tokenizer_of(tree)
+    if tokenizer is not None and tokenizer.is_file():
+        source.tokenizer = tokenizer
+    else:
+        source.lost_tokenizer = tokenizer
+    return source
+
+
+def _tokenizer_of(tree: Node) -> Path | None:
+    """The file of a recipe's tokenizer, named as ``Tokenizer`` names it; None without a tokenizer."""
+    if not isinstance(tree.at("tokenizer"), dict):
+        return None
+    model = tree.at("tokenizer", "model")
+    if model:
+        return Path(str(model))
+    folder = tree.at("tokenizer", "folder")
+    size = tree.at("tokenizer", "vocab_size")
+    kind = tree.at("tokenizer", "model_type")
+    return Path(str(folder)) / f"{'all' if size is None else size}_{kind or 'unigram'}.model"
 
 
 # ------------------------------------------------------------ a folder for EncoderASR, a bundle
@@ -381,28 +452,42 @@ def _saved(description: str, chosen: Checkpoint, tree: Node, checkpointer: Check
 
 def _of_speechbrain(folder: Path) -> WeightSource:
     """The files that the recipe's pretrainer loads, by the names of the modules."""
-    tree, loadables, loaded = _pretrainer(folder)
-    bundle = _config(folder).get("format") == _BUNDLE
-    names = SavedNames(tree, loadables, {"layers": "encoder"} if bundle else {})
-    wanted = [name for name in loadables if names.is_made(name) and "tokenizer" not in name]
-    found = {name: next((path for file in loaded[name] if (path := folder / file).is_file()), None) for name in wanted}
-    files = {name: path for name, path in found.items() if path is not None}
-    missing = [name for name in wanted if name not in files]
+    tree, loadables, file_names = _pretrainer(folder)
+    is_bundle = _config(folder).get("format") == _BUNDLE
+    kind = "bundle" if is_bundle else "folder"
+    names = SavedNames(tree, loadables, {"layers": "encoder"} if is_bundle else {})
+
+    files = {}
+    missing = []
+    for name in loadables:
+        if not names.is_made(name) or "tokenizer" in name:
+            continue
+        path = next((folder / file for file in file_names[name] if (folder / file).is_file()), None)
+        if path is None:
+            missing.append(f"{name}{PARAMFILE_EXT}")
+        else:
+            files[name] = path
     if missing:
-        raise SbkitError(f"init_from: {folder} lacks {', '.join(f'{name}{PARAMFILE_EXT}' for name in missing)}, which "
-                         "its pretrainer loads", hint="download or copy all of it")
-    tokenizer = next((folder / name for name in _TOKENIZERS if (folder / name).is_file()), None)
-    held = {}
-    if (inner := wrapped(tree)) is not None:
-        try:
-            held = {"encoder": Settings.of(inner)}
-        except SbkitError as error:
-            logger.warning("init_from: it is unknown whether the encoder of %s is the recipe's: %s", folder,
-                           error.message)
+        raise SbkitError(f"init_from: {folder} lacks {', '.join(missing)}, which its pretrainer loads",
+                         hint="download or copy all of it")
+
     others = [name for name, file in files.items() if not names.is_module(name) and not looks_like_tensors(file)]
-    return WeightSource(f"the {'bundle' if bundle else 'folder'} {folder}",
-                        {name: file for name, file in files.items() if name not in others}, names, tokenizer=tokenizer,
-                        encoders=held, no_tensors=dict.fromkeys(others, _OTHER))
+    weight_files = {name: file for name, file in files.items() if name not in others}
+    tokenizer = next((folder / name for name in _TOKENIZERS if (folder / name).is_file()), None)
+    return WeightSource(f"the {kind} {folder}", weight_files, names, tokenizer=tokenizer,
+                        encoders=_wrapped_encoder(tree, folder), no_tensors=dict.fromkeys(others, _NO_TENSORS))
+
+
+def _wrapped_encoder(tree: Node, folder: Path) -> dict[str, Settings]:
+    """The config of the pretrained encoder that one of SpeechBrain's wrappers has, if it can be read."""
+    name = wrapped(tree)
+    if name is None:
+        return {}
+    try:
+        return {"encoder": Settings.of(name)}
+    except SbkitError as error:
+        logger.warning("init_from: it is unknown whether the encoder of %s is the recipe's: %s", folder, error.message)
+        return {}
 
 
 def pretrained_files(folder: Path) -> list[str]:
@@ -418,6 +503,11 @@ def _pretrainer(folder: Path) -> tuple[Node, dict[str, Node], dict[str, list[str
     if not isinstance(loadables, dict):
         raise SbkitError(f"init_from: {path} is not of a run, and has no pretrainer that names weights",
                          hint=f"name {KINDS}")
-    paths = (tree.at("pretrainer", "paths") or {}).items()
-    names = {name: [Path(str(path.value)).name] for name, path in paths if path.value}
-    return tree, loadables, {name: [f"{name}{PARAMFILE_EXT}", *names.get(name, [])] for name in loadables}
+    paths = tree.at("pretrainer", "paths") or {}
+    file_names = {}
+    for name in loadables:
+        file_names[name] = [f"{name}{PARAMFILE_EXT}"]
+        address = paths.get(name)
+        if address is not None and address.value:
+            file_names[name].append(Path(str(address.value)).name)
+    return tree, loadables, file_names
