@@ -31,12 +31,14 @@ logger = logging.getLogger(__name__)
 KEY = "max_batch_seconds"
 
 
-def kept(keys: TaskKeys, command: CommandLine) -> float | None:
+def earlier_result(keys: TaskKeys, command: CommandLine) -> float | None:
     """The result of an earlier start, if the run has steps by it; an error if no result can be given."""
-    if keys.batching.auto and not isinstance(command.overrides.get("batching", {}), dict):
+    if not keys.batching.auto:
+        return None
+    if not isinstance(command.overrides.get("batching", {}), dict):
         raise SbkitError("--batching: max_batch_seconds: auto needs arguments by name",
                          hint="give --batching.max_batch_seconds auto, and each other argument likewise")
-    return None if not keys.batching.auto or initial.fresh(keys) else stored_json(keys.folder / MEASURED).get(KEY)
+    return None if initial.fresh(keys) else stored_json(keys.folder / MEASURED).get(KEY)
 
 
 def measure(config: RunConfig) -> float:
@@ -46,41 +48,50 @@ def measure(config: RunConfig) -> float:
     counts.
     """
     device = config.device
-    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
-    budget = batch_size_search.memory_budget(None, device) / together
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    found = ranks.gather_objects((name, budget))
+    processes_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    budget = batch_size_search.memory_budget(None, device) / processes_sharing
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    devices = ranks.gather_objects((device_name, budget))
     if device.type == "cpu":  # what is free differs from moment to moment
-        found = [min(found)] * len(found)
-    seconds, text = math.inf, ""
-    if found.index(found[ranks.rank()]) == ranks.rank():
-        options = dataclasses.replace(config.run_opts, device=str(device))
-        command = dataclasses.replace(config.whole_command, run_opts=options)
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_serve, args=(theirs, command, device, found[ranks.rank()][1]))
-        with helper_process.without_working_directory():
-            process.start()
-        theirs.close()
-        try:
-            answer = ours.recv()
-        except EOFError:
-            raise SbkitError("max_batch_seconds: auto: the process that measures what fits ended early",
-                             hint="give a number; sbkit tune finds one") from None
-        finally:
-            process.kill()
-            process.join()
-        if isinstance(answer, SbkitError):
-            raise answer
-        seconds, text = answer
-    seconds, text = min(ranks.gather_objects((seconds, text)))
+        devices = [min(devices)] * len(devices)
+
+    result = math.inf, ""
+    this_device = devices[ranks.rank()]
+    if devices.index(this_device) == ranks.rank():
+        _, gib = this_device
+        result = _measure_in_process(config, gib)
+    seconds, how = min(ranks.gather_objects(result))
     if not seconds:
-        ranks.raise_on_main(SbkitError(f"max_batch_seconds: auto: {text}", hint=batch_size_search.SMALLER, exit_code=1))
+        ranks.raise_on_main(SbkitError(f"max_batch_seconds: auto: {how}", hint=batch_size_search.SMALLER, exit_code=1))
     if ranks.is_main():
-        logger.info("max_batch_seconds: auto is %g: %s", seconds, text)
+        logger.info("max_batch_seconds: auto is %g: %s", seconds, how)
         with atomic_write(config.folder / MEASURED) as out:
-            json.dump({KEY: seconds, "measured": text}, out)
+            json.dump({KEY: seconds, "measured": how}, out)
     return seconds
+
+
+def _measure_in_process(config: RunConfig, gib: float) -> tuple[float, str]:
+    """Measure on this rank's device with this much memory; returns seconds, 0 if nothing fits, and how they were found.
+    """
+    options = dataclasses.replace(config.run_opts, device=str(config.device))
+    command = dataclasses.replace(config.whole_command, run_opts=options)
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(sender, command, config.device, gib))
+    with helper_process.without_working_directory():
+        process.start()
+    sender.close()
+    try:
+        answer = receiver.recv()
+    except EOFError:
+        raise SbkitError("max_batch_seconds: auto: the process that measures what fits ended early",
+                         hint="give a number; sbkit tune finds one") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(answer, SbkitError):
+        raise answer
+    return answer
 
 
 def _serve(pipe: Connection, command: CommandLine, device: torch.device, gib: float) -> None:

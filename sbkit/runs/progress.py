@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS
+from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, Checkpoint
 from speechbrain.utils.epoch_loop import EpochCounter, EpochCounterWithStopper
 
 from sbkit.compat.brain import Brain
@@ -32,25 +32,27 @@ class RunProgress(NamedTuple):
 
     epochs : ``number_of_epochs`` when it started. ``min_steps`` stay spread over these, so that an epoch keeps its
         length if the number grows
-    done : optimizer steps
-    finished : epochs
-    within : steps in the current epoch
-    larger : what has to be larger for a run that has ended to train on, and empty if epochs are left
+    steps_done : optimizer steps
+    finished_epochs : epochs
+    steps_in_epoch : of ``steps_done``, those in the current epoch
+    keys_to_raise : what has to be larger for a run that has ended to train on, and empty if epochs are left
     """
 
     epochs: int
-    done: int = 0
-    finished: int = 0
-    within: int = 0
-    larger: str = ""
+    steps_done: int = 0
+    finished_epochs: int = 0
+    steps_in_epoch: int = 0
+    keys_to_raise: str = ""
 
     def steps(self, epoch_steps: int, epochs: int) -> int:
         """The steps of the whole run of ``epochs``, if an epoch has ``epoch_steps`` from now on.
 
         Steps that are done count as they were: with another corpus or batching, those epochs had other lengths.
         """
-        left = epochs - self.finished
-        return self.done + (left * epoch_steps - min(self.within, epoch_steps) if left > 0 else 0)
+        epochs_left = epochs - self.finished_epochs
+        if epochs_left <= 0:
+            return self.steps_done
+        return self.steps_done + epochs_left * epoch_steps - min(self.steps_in_epoch, epoch_steps)
 
 
 def read_progress(checkpointer: Checkpointer, counter: EpochCounter) -> RunProgress:
@@ -59,19 +61,27 @@ def read_progress(checkpointer: Checkpointer, counter: EpochCounter) -> RunProgr
     If the newest checkpoint turns out to be damaged, an older one is loaded. The total stays the same then: fewer steps
     are done, and more are left.
     """
-    name = next((name for name, each in checkpointer.recoverables.items() if each is counter), "")
+    counter_name = next((name for name, recoverable in checkpointer.recoverables.items() if recoverable is counter), "")
     for checkpoint in checkpointer.find_checkpoints():
+        # Whatever a damaged file raises: the next older checkpoint is read instead.
         with contextlib.suppress(AttributeError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError, NotLoaded):
-            ended = checkpoint.meta.get("end-of-epoch", True)
-            state, at = TrainState(), copy.copy(counter)
-            state.load_state_dict(yaml.safe_load(checkpoint.paramfiles["brain"].read_text(encoding="utf-8")), ended)
-            load_recoverable(at, name, checkpoint.paramfiles[name], hook_for(at, None, DEFAULT_LOAD_HOOKS, "load"),
-                             ended)
-            if isinstance(at, EpochCounterWithStopper) and STOPPER in checkpoint.paramfiles:
-                load_stopper(at, checkpoint.paramfiles[STOPPER], ended)
-            return RunProgress(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step,
-                               keys_to_raise(at))
+            return _progress_at(checkpoint, counter, counter_name)
     return RunProgress(counter.limit)
+
+
+def _progress_at(checkpoint: Checkpoint, counter: EpochCounter, counter_name: str) -> RunProgress:
+    """Read a checkpoint's progress into copies, so that the run's own counter stays as it is."""
+    epoch_ended = checkpoint.meta.get("end-of-epoch", True)
+    state = TrainState()
+    state.load_state_dict(yaml.safe_load(checkpoint.paramfiles["brain"].read_text(encoding="utf-8")), epoch_ended)
+
+    saved_counter = copy.copy(counter)
+    load_hook = hook_for(saved_counter, None, DEFAULT_LOAD_HOOKS, "load")
+    load_recoverable(saved_counter, counter_name, checkpoint.paramfiles[counter_name], load_hook, epoch_ended)
+    if isinstance(saved_counter, EpochCounterWithStopper) and STOPPER in checkpoint.paramfiles:
+        load_stopper(saved_counter, checkpoint.paramfiles[STOPPER], epoch_ended)
+    return RunProgress(state.epochs or counter.limit, state.optimizer_step, saved_counter.current, state.epoch_step,
+                       keys_to_raise(saved_counter))
 
 
 def last_logged_step(folder: Path) -> int:
@@ -83,11 +93,14 @@ def last_logged_step(folder: Path) -> int:
 
 def warn_of_lost_steps(brain: Brain, last: int, epoch_steps: int) -> None:
     """Warn if an earlier start trained but saved no checkpoint, and say when the first one is saved."""
-    if last and ranks.is_main():
-        minutes, batches = brain.ckpt_interval_minutes, brain.ckpt_interval_steps
-        within = f"after {minutes:g} minutes (ckpt_interval_minutes), or " if minutes > 0 else (
-            f"after {batches} batches (ckpt_interval_steps), or " if batches > 0 else "")
-        logger.warning("An earlier start of this run reached step %d or later but saved no checkpoint: that work is "
-                       "lost, and the run starts from the beginning. The first checkpoint is saved %sat the end of "
-                       "epoch 1, after %d steps",
-                       last, within, epoch_steps)
+    if not last or not ranks.is_main():
+        return
+    within_epoch = ""
+    if brain.ckpt_interval_minutes > 0:
+        within_epoch = f"after {brain.ckpt_interval_minutes:g} minutes (ckpt_interval_minutes), or "
+    elif brain.ckpt_interval_steps > 0:
+        within_epoch = f"after {brain.ckpt_interval_steps} batches (ckpt_interval_steps), or "
+    logger.warning("An earlier start of this run reached step %d or later but saved no checkpoint: that work is "
+                   "lost, and the run starts from the beginning. The first checkpoint is saved %sat the end of "
+                   "epoch 1, after %d steps",
+                   last, within_epoch, epoch_steps)

@@ -99,14 +99,14 @@ def warn_unfinished(recipe: Recipe) -> None:
     keys = recipe.keys
     progress = read_progress(keys.checkpointer, keys.epoch_counter)
     epochs = keys.epoch_counter.limit
-    if not progress.done or progress.finished >= epochs or (keys.folder / TESTED).exists():
+    if not progress.steps_done or progress.finished_epochs >= epochs or (keys.folder / TESTED).exists():
         return
     newest = ""
-    if progress.within:
-        newest = (f"; its newest checkpoint, {progress.within} steps into epoch {progress.finished + 1}, is not "
-                  f"validated, so only --checkpoint {LAST} uses it")
+    if progress.steps_in_epoch:
+        newest = (f"; its newest checkpoint, {progress.steps_in_epoch} steps into epoch "
+                  f"{progress.finished_epochs + 1}, is not validated, so only --checkpoint {LAST} uses it")
     logger.warning("%s has not finished: it has trained %d of %d epochs, %d steps%s. The same command resumes it",
-                   keys.folder, progress.finished, epochs, progress.done, newest)
+                   keys.folder, progress.finished_epochs, epochs, progress.steps_done, newest)
 
 
 def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: Any) -> Brain:

@@ -36,8 +36,8 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
     for line in results.lines():
         print(f"\n{line}")
     print(f"\ntest{' of all parts:' if results.parts else ''} {results.headline()}")
-    for part, each in results.parts.items():
-        print(f"test {part}: {each.headline()}")
+    for part, part_results in results.parts.items():
+        print(f"test {part}: {part_results.headline()}")
     if left_out is not None:
         print(left_out)
     if results.unread:
@@ -63,39 +63,49 @@ def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
     Raises an error if all epochs are trained and tested with other values, which would be recorded as the run's.
     """
     folder = keys.folder
-    if not (tested := stored_json(folder / TESTED)):
+    tested = stored_json(folder / TESTED)
+    if not tested:
         return ""
-    larger = read_progress(keys.checkpointer, keys.epoch_counter).larger
-    was, now = tested.get("of") or {}, _of(keys, request)
-    if was != now or not all((folder / name).exists() for name in tested.get("files", ())):
-        changes = [*guard.changes(), *_options_changed(was.get("options") or {}, now["options"])]
-        if changes and not request.run_opts.test_only and larger:
+    to_raise = read_progress(keys.checkpointer, keys.epoch_counter).keys_to_raise
+    before = tested.get("of") or {}
+    now = _fingerprint(keys, request)
+    files = tested.get("files") or []
+    if before != now or not all((folder / name).exists() for name in files):
+        changes = [*guard.changes(), *_options_changed(before.get("options") or {}, now["options"])]
+        if changes and not request.run_opts.test_only and to_raise:
             raise SbkitError(f"{folder} is finished, so these changes would have no effect: {'; '.join(changes)}",
-                             hint=f"choose another --output_folder; if the model stays the same, a larger {larger} "
+                             hint=f"choose another --output_folder; if the model stays the same, a larger {to_raise} "
                                   "trains on, and --test_only tests with the changes")
         return ""
-    said = tested.get("said", "done")
-    where = f" ({folder / tested['files'][0]})" if tested.get("files") else ""
-    return (f"nothing left to do: {folder} is trained and tested, test {said}{where}; "
-            f"{f'a larger {larger} trains on, ' * bool(larger)}--test_only tests again")
+
+    summary = tested.get("said", "done")
+    where = f" ({folder / files[0]})" if files else ""
+    how_to_go_on = f"a larger {to_raise} trains on, " if to_raise else ""
+    return (f"nothing left to do: {folder} is trained and tested, test {summary}{where}; {how_to_go_on}"
+            "--test_only tests again")
 
 
-def _options_changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _options_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Descriptions of changed run options, of those that change the training."""
-    values = {name: (was.get(name, "not given"), now.get(name, "not given")) for name in sorted({*was, *now})}
-    return [f"{name}: {before} -> {after}" for name, (before, after) in values.items()
-            if before != after and name not in NOT_OF_TRAINING and not name.startswith("ckpt_interval")]
+    changes = []
+    for name in sorted({*before, *now}):
+        value_before = before.get(name, "not given")
+        value_now = now.get(name, "not given")
+        if value_before != value_now and name not in NOT_OF_TRAINING and not name.startswith("ckpt_interval"):
+            changes.append(f"{name}: {value_before} -> {value_now}")
+    return changes
 
 
-def open_test(keys: TaskKeys, request: CommandLine, guard: StartGuard, done: str) -> Path:
+def open_test(keys: TaskKeys, request: CommandLine, guard: StartGuard, finished: str) -> Path:
     """Return the folder for the test's results, and mark the run as incomplete until ``mark_finished`` is called.
 
     With ``--test_only`` it stays so, even if killed. With other values, too, the run is not changed: the results get
     another folder, with the files that the report reads.
+
+    finished : the message of the function ``finished``
     """
-    test_only, was = request.run_opts.test_only, stored_json(keys.folder / TESTED).get("of")
-    if test_only and not done and (
-            guard.changed() or (was and _options_changed(was.get("options") or {}, _of(keys, request)["options"]))):
+    test_only = request.run_opts.test_only
+    if test_only and not finished and (guard.changed() or _options_since_test(keys, request)):
         results_folder = keys.folder / EVALUATIONS / "test_only"
         for name in (RECIPE, PREPARED, f"{MANIFESTS}/test.csv"):
             if (keys.folder / name).is_file():
@@ -103,9 +113,18 @@ def open_test(keys: TaskKeys, request: CommandLine, guard: StartGuard, done: str
                 shutil.copy2(keys.folder / name, results_folder / name)
         guard.restores = True
         return results_folder
-    for folder in (keys.folder, *[guard.backup] * test_only):
-        (folder / TESTED).unlink(missing_ok=True)
+    (keys.folder / TESTED).unlink(missing_ok=True)
+    if test_only:  # a start that fails restores the backup, which must not say that the run is complete either
+        (guard.backup / TESTED).unlink(missing_ok=True)
     return keys.folder
+
+
+def _options_since_test(keys: TaskKeys, request: CommandLine) -> list[str]:
+    """Descriptions of run options that differ from those of the run's test; empty if it wasn't tested."""
+    before = stored_json(keys.folder / TESTED).get("of")
+    if not before:
+        return []
+    return _options_changed(before.get("options") or {}, _fingerprint(keys, request)["options"])
 
 
 def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> None:
@@ -113,19 +132,22 @@ def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> Non
     if not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
         return  # the run can't be identified, or it ran only in part
     with atomic_write(keys.folder / TESTED) as out:
-        said = "; ".join(f"{part}: {each.headline()}" for part, each in results.parts.items()) or results.headline()
-        json.dump({**results.stats, "said": said, "files": results.files("test"),
-                   "of": _of(keys, request)}, out, indent=1)
+        of_parts = [f"{part}: {part_results.headline()}" for part, part_results in results.parts.items()]
+        summary = "; ".join(of_parts) or results.headline()
+        json.dump({**results.stats, "said": summary, "files": results.files("test"),
+                   "of": _fingerprint(keys, request)}, out, indent=1)
 
 
-def _of(keys: TaskKeys, request: CommandLine) -> dict[str, Any]:
-    """Fingerprint of recipe, options, test set and checkpoints."""
-    options, checkpointer = request.run_opts, keys.checkpointer
+def _fingerprint(keys: TaskKeys, request: CommandLine) -> dict[str, Any]:
+    """What a test's results depend on: recipe, options, test set and checkpoints."""
     lines = (keys.folder / RECIPE).read_text(encoding="utf-8").splitlines()
     recipe = "".join(f"{line}\n" for line in lines if not line.startswith("#"))  # its head has the date
     manifest = keys.corpus.manifest_path("test").read_bytes()
+    options = request.run_opts
+    checkpoints = keys.checkpointer.list_checkpoints()
     return {
-        "recipe": hashlib.sha256(recipe.encode()).hexdigest(), "manifest": hashlib.sha256(manifest).hexdigest(),
+        "recipe": hashlib.sha256(recipe.encode()).hexdigest(),
+        "manifest": hashlib.sha256(manifest).hexdigest(),
         "options": {name: getattr(options, name) for name in sorted(set(options.overridden_args) - _OF_OUTPUT)},
-        "checkpoints": {Path(ckpt.path).name: ckpt.meta.get("unixtime") for ckpt in checkpointer.list_checkpoints()},
+        "checkpoints": {Path(ckpt.path).name: ckpt.meta.get("unixtime") for ckpt in checkpoints},
     }

@@ -83,18 +83,18 @@ def _decide(config: RunConfig, guard: StartGuard, bundles: Bundles) -> RunConfig
     from sbkit.train.distributed import ranks
 
     keys = config.keys()
-    kept = ranks.run_on_main(largest_batch.kept, keys, config.command)
-    if kept is not None:
-        config = config.deciding_batch_size(kept)
+    measured_before = ranks.run_on_main(largest_batch.earlier_result, keys, config.command)
+    if measured_before is not None:
+        config = config.deciding_batch_size(measured_before)
         keys = config.keys()
     _refuse_options(keys, config.run_opts)
 
     ranks.run_on_main(preparation.open_folder, config)
-    begun = config
+    recipe_in_folder = config
     config = config.deciding(ranks.run_on_main(preparation.prepare, config, guard, bundles))
     if keys.batching.auto:  # last, because what the corpus decides sizes the model, and with it what fits
         config = config.deciding_batch_size(largest_batch.measure(config))
-    if config is not begun:
+    if config is not recipe_in_folder:
         ranks.run_on_main(preparation.save_recipe, config)
     return config
 
@@ -104,8 +104,10 @@ def _train(config: RunConfig, guard: StartGuard, bundles: Bundles) -> None:
     from sbkit.runs import old_set, pretrained, results, training
     from sbkit.train.distributed import ranks
 
-    recipe, command = config.build(), config.command
-    keys, test_only = recipe.keys, config.run_opts.test_only
+    recipe = config.build()
+    keys = recipe.keys
+    command = config.command
+    test_only = config.run_opts.test_only
     if command.check:
         ranks.run_on_main(training.before_training, recipe, config.path)
 

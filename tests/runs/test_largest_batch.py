@@ -30,14 +30,14 @@ LEAST = (BASE_BYTES + 2 * WORKER_BYTES) / GIB
 on_linux = pytest.mark.skipif(not memory.can_bound(), reason="only Linux bounds a process")
 
 
-@pytest.mark.parametrize("auto, checkpoints, stored, kept", [
+@pytest.mark.parametrize("auto, checkpoints, stored, result", [
     (True, ["step 3"], {largest_batch.KEY: 24.0}, 24.0), (True, [], {largest_batch.KEY: 24.0}, None),
     (False, ["step 3"], {largest_batch.KEY: 24.0}, None), (True, ["step 3"], {}, None)])
-def test_a_run_with_a_checkpoint_keeps_what_it_has_measured(tmp_path, auto, checkpoints, stored, kept):
+def test_a_run_with_a_checkpoint_keeps_what_it_has_measured(tmp_path, auto, checkpoints, stored, result):
     (tmp_path / MEASURED).write_text(json.dumps(stored))
     keys = SimpleNamespace(batching=SimpleNamespace(auto=auto), folder=tmp_path,
                            checkpointer=SimpleNamespace(list_checkpoints=lambda: checkpoints))
-    assert largest_batch.kept(keys, SimpleNamespace(overrides={"batching": {"buckets": 3}})) == kept
+    assert largest_batch.earlier_result(keys, SimpleNamespace(overrides={"batching": {"buckets": 3}})) == result
 
 
 class Sorted(Batching):
@@ -51,7 +51,7 @@ def test_a_batching_given_as_a_whole_keeps_its_class_or_is_refused_at_the_start(
                                "--batching", f"!new:{__name__}.Sorted {words}"])
     config = RunConfig.of(command, torch.device("cpu"))
     with contextlib.nullcontext() if usable else pytest.raises(SbkitError, match="needs arguments by name"):
-        assert largest_batch.kept(config.keys(), command) is None
+        assert largest_batch.earlier_result(config.keys(), command) is None
         batching = config.deciding_batch_size(12.0).build().keys.batching
         assert config.keys().batching.auto, "the first description stays as it was"
         assert isinstance(batching, Sorted) and (batching.max_batch_seconds, batching.step_seconds) == (12.0, 24)
@@ -67,7 +67,7 @@ def measured(folder, gib):
     ranks.init(device)
     batch_size_search.memory_budget = lambda requested, device: gib[ranks.rank()]
     multiprocessing.get_context = lambda method: CONTEXT  # whose processes have imported all; a run spawns them
-    return largest_batch.measure(config), largest_batch.kept(config.keys(), command)
+    return largest_batch.measure(config), largest_batch.earlier_result(config.keys(), command)
 
 
 @pytest.mark.slow

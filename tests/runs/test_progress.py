@@ -91,7 +91,7 @@ def test_an_epoch_keeps_its_length_when_there_are_to_be_more(tmp_path):
     for epochs in (30, 6, 2):
         found = read_progress(*shelf(tmp_path, epochs))
         assert len(Plan(seconds, batching, epochs=found.epochs)) == 20 and found[1:4] == (15, 3, 0)
-        assert found.larger == ("number_of_epochs" if epochs == 2 else "")
+        assert found.keys_to_raise == ("number_of_epochs" if epochs == 2 else "")
     run(tmp_path, 4)
     assert read_progress(*shelf(tmp_path, 9)) == RunProgress(BEGAN, 20, 4)
 
@@ -109,7 +109,7 @@ def test_a_run_that_stopped_early_trains_on_only_with_more_patience(tmp_path):
         toy.checkpointer.save_checkpoint(meta={"epoch": epoch})
     toy.checkpointer.wait()
     assert epochs.current == 3
-    larger = {(limit, patience): read_progress(*counter(limit, patience)[1::-1]).larger
+    larger = {(limit, patience): read_progress(*counter(limit, patience)[1::-1]).keys_to_raise
               for limit in (3, 9, 20) for patience in (2, 5)}
     early = "limit_to_stop (it stopped early)"
     assert larger == {(3, 2): f"number_of_epochs and {early}", (9, 2): early, (20, 2): early,
