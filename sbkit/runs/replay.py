@@ -10,11 +10,12 @@ from sbkit.data.columns import Declared
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.data.mixture import Mixture
-from sbkit.data.text import AsWritten, NormalizedBefore
+from sbkit.data.text import AsWritten, NormalizedBefore, TextRules
 from sbkit.errors import SbkitError
 from sbkit.nn.pretrained.source import names_model
 from sbkit.recipe import load
 from sbkit.recipe.keys import Problem, TaskKeys
+from sbkit.runs.start_guard import NO_KEY
 from sbkit.score.old_set import OLD
 from sbkit.score.run_files import MANIFESTS, PREPARED, RECIPE
 from sbkit.system.console import stored_json
@@ -36,24 +37,33 @@ class Replay(Mixture):
     divided = NEW
 
     def __init__(self, corpus: Corpus, share: float, source: str | Path):
-        options, folder = stored_json(Path(source) / _REPORT).get("options"), corpus.folder / OLD
+        folder = corpus.folder / OLD
+        options = stored_json(Path(source) / _REPORT).get("options")
         options = options if isinstance(options, dict) else {}  # the source has no manifests
-        written = options.get("text")
-        rules = corpus.text if not isinstance(written, Mapping) else AsWritten() if written.get("as_written") else \
-            NormalizedBefore.for_language(None, **written)
-        old = (Prepared if source == folder else Corpus)(
-            source, options.get("language"), folder, text=rules,
+        corpus_class = Prepared if source == folder else Corpus
+        old = corpus_class(
+            source, options.get("language"), folder, text=_rules_of_old(options.get("text"), corpus),
             min_duration=corpus.min_duration, max_duration=corpus.max_duration, schemes=corpus.schemes,
             workers=corpus.workers)
         super().__init__({NEW: corpus.in_folder(corpus.folder / NEW), OLD: old}, corpus.folder,
                          weights={NEW: 1 - share, OLD: share}, best_by=NEW, once=NEW)
-        self.language, self.text = corpus.language, corpus.text
+        self.language = corpus.language
+        self.text = corpus.text
 
     def check_splits(self, splits_of_parts: Mapping[str, Collection[str]], needed: Sequence[str]) -> None:
         super().check_splits(splits_of_parts, needed)
         if "test" in needed and "test" not in splits_of_parts[OLD]:
             raise SbkitError(f"replay: {self.parts[OLD].source} has no test split to measure forgetting on",
                              hint="name a run, or a corpus that has one: replay_from")
+
+
+def _rules_of_old(options: object, new: Corpus) -> TextRules:
+    """The text rules for an old corpus: the new one's, unless its texts were prepared with the rules in ``options``."""
+    if not isinstance(options, Mapping):
+        return new.text
+    if options.get("as_written"):
+        return AsWritten()
+    return NormalizedBefore.for_language(None, **options)
 
 
 class Prepared(Corpus):
@@ -71,18 +81,7 @@ def with_replay(keys: TaskKeys) -> Replay:
         raise SbkitError("replay: the corpus is a mixture already", hint="make the old corpus a part of it, and leave "
                                                                         "out replay")
     try:
-        source: str | Path  # as named, or the manifests of the run that the weights come from
-        if keys.replay_from is not None:
-            named = Path(keys.replay_from).expanduser()
-            source = named / MANIFESTS if (named / PREPARED).is_file() else keys.replay_from
-        elif (run := _run_of(keys)) is not None:
-            source = run / MANIFESTS
-        elif not Path(str(keys.init_from)).expanduser().exists() and not names_model(str(keys.init_from)):
-            raise SbkitError(f"init_from: {keys.init_from} doesn't exist", hint="name a run")
-        else:
-            raise SbkitError(f"replay: {keys.init_from} has no {PREPARED}, so it is unknown what it was trained on",
-                             hint="name that corpus: replay_from: a run, or what data_folder could be")
-        joint = Replay(keys.corpus, keys.replay, source)
+        joint = Replay(keys.corpus, keys.replay, _source_of_old(keys))
         joint.parts[OLD].check_exists()
     except SbkitError:
         prepared = keys.corpus.folder / OLD
@@ -92,17 +91,40 @@ def with_replay(keys: TaskKeys) -> Replay:
     return joint
 
 
+def _source_of_old(keys: TaskKeys) -> str | Path:
+    """The old corpus as ``replay_from`` names it, or the manifests of the run that this or ``init_from`` names."""
+    if keys.replay_from is not None:
+        named = Path(keys.replay_from).expanduser()
+        return named / MANIFESTS if (named / PREPARED).is_file() else keys.replay_from
+    run = _run_of(keys)
+    if run is not None:
+        return run / MANIFESTS
+    if not Path(str(keys.init_from)).expanduser().exists() and not names_model(str(keys.init_from)):
+        raise SbkitError(f"init_from: {keys.init_from} doesn't exist", hint="name a run")
+    raise SbkitError(f"replay: {keys.init_from} has no {PREPARED}, so it is unknown what it was trained on",
+                     hint="name that corpus: replay_from: a run, or what data_folder could be")
+
+
 def _run_of(keys: TaskKeys) -> Path | None:
+    """The folder of the run that ``init_from`` names: its own, or one in it, such as that of a checkpoint."""
     assert keys.init_from is not None
     path = Path(keys.init_from).expanduser().absolute()
-    return next((folder for folder in (path, *path.parents[:2]) if (folder / PREPARED).is_file() and
-                 (folder / RECIPE).is_file()), None) if path.exists() else None
+    if not path.exists():
+        return None
+    for folder in (path, *path.parents[:2]):
+        if (folder / PREPARED).is_file() and (folder / RECIPE).is_file():
+            return folder
+    return None
 
 
 def arguments_of(values: Mapping[str, str]) -> str:
     """The command-line arguments for what a run starts from, given its recipe's values as text."""
-    return shlex.join(word for key in SOURCES if values.get(key, "null") not in ("null", "nothing")
-                      for word in (f"--{key}", values[key]))
+    words = []
+    for key in SOURCES:
+        value = values.get(key, "null")
+        if value not in ("null", NO_KEY):
+            words += [f"--{key}", value]
+    return shlex.join(words)
 
 
 def problems(keys: TaskKeys) -> Iterator[Problem]:
@@ -113,22 +135,29 @@ def problems(keys: TaskKeys) -> Iterator[Problem]:
                           "write replay: 0.2, or leave replay_from out")
         return
     if keys.init_from is None:
-        began = Path(str(vars(keys).get("output_folder") or "")) / RECIPE
-        recorded = load.tree(began).texts() if began.is_file() else {}
         yield Problem("replay", f"it is {keys.replay:g}, but the run starts from no trained model",
-                      f"resume the run in {began.parent} with {arguments_of(recorded)}" if "replay" in recorded
-                      else "write init_from: RUN")
+                      _hint_without_model(keys))
         return
     if not isinstance(keys.corpus, Replay):
         try:
             with_replay(keys)
         except SbkitError as error:
-            name, _, message = error.message.partition(": ")
-            if name not in ("replay", "init_from"):
-                name, message = "replay" if keys.replay_from is None else "replay_from", error.message
-            yield Problem(name, message, error.hint or "")
+            key, _, message = error.message.partition(": ")
+            if key not in ("replay", "init_from"):
+                key = "replay" if keys.replay_from is None else "replay_from"
+                message = error.message
+            yield Problem(key, message, error.hint or "")
     recipe = (_run_of(keys) or Path(keys.init_from)) / RECIPE
     rate = load.tree(recipe).at("sample_rate") if recipe.is_file() else None
     if isinstance(rate, int) and rate != keys.sample_rate:
         yield Problem("sample_rate", f"it is {keys.sample_rate}, but {keys.init_from} has {rate}: what it learnt is "
                       "lost at another rate", f"write sample_rate: {rate}, or leave replay out")
+
+
+def _hint_without_model(keys: TaskKeys) -> str:
+    """What to give besides ``replay``: what the run in the output folder was started with, or any trained model."""
+    recipe = Path(str(vars(keys).get("output_folder") or "")) / RECIPE
+    recorded = load.tree(recipe).texts() if recipe.is_file() else {}
+    if "replay" in recorded:
+        return f"resume the run in {recipe.parent} with {arguments_of(recorded)}"
+    return "write init_from: RUN"

@@ -45,18 +45,25 @@ def check_checkpoints(trace: Trace, findings: Findings, sized_by_corpus: Sequenc
             saved = read_state(path, lazily=True)
         except (CheckpointError, OSError):  # training skips a damaged checkpoint
             return
-        own = module.state_dict()
-        resized = {key for key in own if isinstance(saved, dict) and key in saved
-                   and _differ_only_by(_shape(saved[key]), _shape(own[key]), sizes)}
-        compared = {key: value for key, value in saved.items() if key not in resized} if resized else saved
-        found = differences({key: value for key, value in own.items() if key not in resized}, compared)
-        if found:
-            error = other_model(name, path, found)
+        differing = _differences(module, saved, sizes)
+        if differing:
+            error = other_model(name, path, differing)
             node = trace.built.nodes["output_folder"]
             node = node.source or node
             findings.error("other-model", node.place, node.key if node.place.line else f"--{node.key}", error.message,
                            error.hint or "")
             return
+
+
+def _differences(module: torch.nn.Module, saved: Any, sizes: set[tuple[int, int]]) -> str:
+    """How what a checkpoint has saved differs from a module, except for shapes that differ because of the corpus."""
+    state = module.state_dict()
+    if isinstance(saved, dict):
+        resized = {key for key, value in state.items()
+                   if key in saved and _differ_only_by(_shape(saved[key]), _shape(value), sizes)}
+        state = {key: value for key, value in state.items() if key not in resized}
+        saved = {key: value for key, value in saved.items() if key not in resized}
+    return differences(state, saved)
 
 
 def _sizes_of_run(trace: Trace, output: Path, keys: Sequence[str]) -> set[tuple[int, int]] | None:
@@ -78,9 +85,9 @@ def _shape(value: Any) -> tuple[int, ...]:  # a tensor, or what else a state dic
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def _differ_only_by(saved: tuple[int, ...], own: tuple[int, ...], sizes: set[tuple[int, int]]) -> bool:
+def _differ_only_by(saved: tuple[int, ...], here: tuple[int, ...], sizes: set[tuple[int, int]]) -> bool:
     """Whether two shapes differ, and by as much as these sizes: a table may have a row more than a key says."""
-    if saved == own or len(saved) != len(own):
+    if saved == here or len(saved) != len(here):
         return False
     differences_of_keys = {now - was for was, now in sizes}
-    return all(was == now or now - was in differences_of_keys for was, now in zip(saved, own, strict=True))
+    return all(was == now or now - was in differences_of_keys for was, now in zip(saved, here, strict=True))

@@ -22,8 +22,12 @@ logger = logging.getLogger(__name__)
 
 _FILES = (RECIPE, "preparation.py", ENVIRONMENT, TESTED)
 #: ``BEFORE_START`` is always complete: it is renamed atomically, from and to these names.
-_PART, _GONE = f"{BEFORE_START}.part", f"{BEFORE_START}.gone"
-_MOST = 10  # changes of a recipe that are told
+_PART = f"{BEFORE_START}.part"
+_GONE = f"{BEFORE_START}.gone"
+#: The value of a key that one of two recipes lacks, among their differences.
+NO_KEY = "nothing"
+_MAX_CHANGES = 10  # of a recipe, in a message
+
 
 class StartGuard:
     """Context that backs up what a start overwrites, and restores it on an error before the run ``begins``.
@@ -38,7 +42,8 @@ class StartGuard:
     restores = False
 
     def __init__(self, folder: Path, here: bool = True):
-        self.folder, self.backup = folder, folder / BEFORE_START
+        self.folder = folder
+        self.backup = folder / BEFORE_START
         self._here = here
 
     def begins(self) -> None:
@@ -64,30 +69,34 @@ class StartGuard:
         keys: dict[tuple[str, str], list[str]] = {}
         for key, change in self.changed().items():
             keys.setdefault(change, []).append(key)
-        told = [f"{_short(', '.join(several))}: {_short(before)} -> {_short(now)}"
-                for (before, now), several in keys.items()]
-        return told if len(told) <= _MOST else [*told[:_MOST], f"and {len(told) - _MOST} more"]
+        lines = [f"{_short(', '.join(keys_of_change))}: {_short(before)} -> {_short(now)}"
+                 for (before, now), keys_of_change in keys.items()]
+        more = len(lines) - _MAX_CHANGES
+        return lines if more <= 0 else [*lines[:_MAX_CHANGES], f"and {more} more"]
 
     def __enter__(self) -> StartGuard:
         if self._here:
             restore_previous(self.folder)
             self._here = (self.folder / RECIPE).is_file()
         if self._here:
-            part = self.folder / _PART
             with disk.writing_into(self.folder, "--output_folder"):
-                part.mkdir()
-                for name in _FILES:
-                    if (self.folder / name).is_file():
-                        shutil.copy2(self.folder / name, part / name)
-                disk.sync_files(part)
-                if (self.folder / MANIFESTS).is_dir():
-                    (part / MANIFESTS).mkdir()
-                    for path in _manifests(self.folder):
-                        disk.link_or_copy(path, part / MANIFESTS / path.name)
-                    disk.sync_folder(part / MANIFESTS)
-                os.rename(part, self.backup)
-                disk.sync_folder(self.folder)
+                self._back_up()
         return self
+
+    def _back_up(self) -> None:
+        part = self.folder / _PART
+        part.mkdir()
+        for name in _FILES:
+            if (self.folder / name).is_file():
+                shutil.copy2(self.folder / name, part / name)
+        disk.sync_files(part)
+        if (self.folder / MANIFESTS).is_dir():
+            (part / MANIFESTS).mkdir()
+            for path in _manifests(self.folder):
+                disk.link_or_copy(path, part / MANIFESTS / path.name)
+            disk.sync_folder(part / MANIFESTS)
+        os.rename(part, self.backup)
+        disk.sync_folder(self.folder)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self._here and (self.restores or kind is not None):
@@ -106,10 +115,17 @@ def changed_since(folder: Path, tree: Node) -> dict[str, tuple[str, str]]:
 def _differing(before: Path, now: Path) -> dict[str, tuple[str, str]]:
     """Values of two recipes that differ; paths in an output folder that has moved don't."""
     old_values, new_values = (earlier_recipes.rename(load.tree(path)).texts() for path in (before, now))
-    changes = {key: (old_values.get(key, "nothing"), new_values.get(key, "nothing")) for key in old_values | new_values}
-    old, new = changes.get("output_folder", ("", ""))
-    return {key: (was, value) for key, (was, value) in changes.items() if value != was and not (
-        old and f"{was}/".startswith(f"{old}/") and value == new + was.removeprefix(old))}
+    old_folder = old_values.get("output_folder", NO_KEY)
+    new_folder = new_values.get("output_folder", NO_KEY)
+    changes = {}
+    for key in old_values | new_values:
+        old = old_values.get(key, NO_KEY)
+        new = new_values.get(key, NO_KEY)
+        was_in_folder = f"{old}/".startswith(f"{old_folder}/")
+        moved_along = was_in_folder and new == new_folder + old.removeprefix(old_folder)
+        if new != old and not moved_along:
+            changes[key] = (old, new)
+    return changes
 
 
 def _short(text: str) -> str:
@@ -122,23 +138,30 @@ def without_traces(folder: Path) -> Iterator[None]:
 
     What took work stays for the next try, such as durations that were measured. Nothing goes from an older folder.
     """
-    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     except BaseException:
         locks = list(folder.glob(HELD.format("*")))
-        holder = {}
-        with contextlib.suppress(OSError, ValueError):
-            holder = dict(json.loads(locks[0].read_text(encoding="utf-8"))) if locks else {}
-        ours = (holder.get("pid"), holder.get("born")) == (os.getpid(), processes.born(os.getpid()))
-        if new and (not locks or (ours and len(locks) == 1)):  # otherwise another process works there by now
-            for path in [*folder.glob("*/*"), *folder.glob("*"), *new]:  # a folder comes after what is in it
+        if new_folders and _is_only_ours(locks):
+            for path in [*folder.glob("*/*"), *folder.glob("*"), *new_folders]:  # a folder comes after what is in it
                 with contextlib.suppress(OSError):
                     if path.is_dir():
                         path.rmdir()  # refused unless it is empty
                     elif path in locks or (path.name.startswith(".") and not path.stat().st_size):
                         path.unlink()
         raise
+
+
+def _is_only_ours(locks: list[Path]) -> bool:
+    """Whether no other process works in a folder with these locks."""
+    if not locks:
+        return True
+    holder = {}
+    with contextlib.suppress(OSError, ValueError):
+        holder = dict(json.loads(locks[0].read_text(encoding="utf-8")))
+    this_process = (os.getpid(), processes.born(os.getpid()))
+    return len(locks) == 1 and (holder.get("pid"), holder.get("born")) == this_process
 
 
 def restore_previous(folder: Path) -> None:
@@ -148,18 +171,19 @@ def restore_previous(folder: Path) -> None:
     """
     backup = folder / BEFORE_START
     if backup.is_dir():
-        kept = [path.relative_to(backup) for path in sorted(backup.rglob("*")) if path.is_file()]
-        if any(path.parent.name for path in kept):
+        names = [path.relative_to(backup) for path in sorted(backup.rglob("*")) if path.is_file()]
+        if any(name.parent.name for name in names):  # some are in the folder of manifests
             for path in _manifests(folder):
-                if path.relative_to(folder) not in kept:
+                if path.relative_to(folder) not in names:
                     path.unlink()
-        for path in kept:
-            (folder / path).parent.mkdir(exist_ok=True)
-            between = (folder / path).with_name(f".{path.name}.back")
-            between.unlink(missing_ok=True)
-            disk.link_or_copy(backup / path, between)
-            os.replace(between, folder / path)
-            between.unlink(missing_ok=True)  # still there if both were already the same file
+        for name in names:
+            target = folder / name
+            target.parent.mkdir(exist_ok=True)
+            temporary = target.with_name(f".{target.name}.back")
+            temporary.unlink(missing_ok=True)
+            disk.link_or_copy(backup / name, temporary)
+            os.replace(temporary, target)
+            temporary.unlink(missing_ok=True)  # still there if both were already the same file
         logger.debug("Restored the recipe and the manifests in %s: the start that wrote others trained nothing", folder)
     _drop(folder)
 
@@ -176,6 +200,7 @@ def _drop(folder: Path) -> None:
 
 def _manifests(folder: Path) -> list[Path]:
     """The files that preparation writes for a run, without unpacked and hidden ones."""
-    there = folder / MANIFESTS
-    return [path for path in there.iterdir() if path.is_file() and not path.name.startswith(".")] \
-        if there.is_dir() else []
+    manifests = folder / MANIFESTS
+    if not manifests.is_dir():
+        return []
+    return [path for path in manifests.iterdir() if path.is_file() and not path.name.startswith(".")]

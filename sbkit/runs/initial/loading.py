@@ -29,12 +29,11 @@ from sbkit.runs.initial.published import find
 from sbkit.runs.initial.source import WeightSource
 from sbkit.runs.keys import TaskKeys
 from sbkit.runs.replay import SOURCES, arguments_of
+from sbkit.runs.start_guard import NO_KEY
 from sbkit.system.console import table
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
-
-_NO_KEY = "nothing"  # the value of a key that one of two recipes lacks, among their differences
 
 
 def fresh(keys: TaskKeys) -> bool:
@@ -64,8 +63,8 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
         _refuse_other_source(keys, key, changed)
 
     norm = "normalize.norm_type"
-    before, now = changed.get(norm, (_NO_KEY, _NO_KEY))
-    if _NO_KEY not in (before, now):
+    before, now = changed.get(norm, (NO_KEY, NO_KEY))
+    if NO_KEY not in (before, now):
         raise SbkitError(f"{norm}: it is {now}, but the run in {keys.folder} was last started with {before}",
                          hint=f"resume it with --{norm} {before}, or start a new run in another --output_folder")
 
@@ -75,7 +74,7 @@ def _refuse_missing_corpus(keys: TaskKeys, changed: Mapping[str, tuple[str, str]
     _, folder_now = changed.get("data_folder", ("", ""))
     # A mapping of splits to files has a value for each, such as ``data_folder.train``.
     folders_before = [before for name, (before, _) in changed.items()
-                      if re.match(r"data_folder\b", name) and before != _NO_KEY]
+                      if re.match(r"data_folder\b", name) and before != NO_KEY]
     if folders_before and folder_now == "null":
         raise SbkitError(f"data_folder: it is missing, but the run in {keys.folder} was last started with "
                          f"{', '.join(folders_before)}", hint="give it again, or start a new run in another "
@@ -84,7 +83,7 @@ def _refuse_missing_corpus(keys: TaskKeys, changed: Mapping[str, tuple[str, str]
 
 def _refuse_other_source(keys: TaskKeys, key: str, changed: Mapping[str, tuple[str, str]]) -> None:
     """Refuse another value of one of the ``SOURCES``, because a run keeps what it started from."""
-    before, now = ("null" if value == _NO_KEY else value for value in changed.get(key, ("null", "null")))
+    before, now = ("null" if value == NO_KEY else value for value in changed.get(key, ("null", "null")))
     if key == "replay":  # another share is the same source
         same = (before == "null") == (now == "null")
     else:
