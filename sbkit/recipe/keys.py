@@ -86,9 +86,8 @@ class Declared(NamedTuple):
         """The problem of a value, as the end of a sentence; empty if it is allowed."""
         if value is None:
             return "" if self.optional else f"is null, and must be {self.wanted}"
-        if value not in self.allowed if self.allowed is not None else not _fits(self.hint, value):
-            return f"is {_shown(value)}, and must be {self.wanted}"
-        return ""
+        allowed = _fits(self.hint, value) if self.allowed is None else value in self.allowed
+        return "" if allowed else f"is {_shown(value)}, and must be {self.wanted}"
 
     @property
     def optional(self) -> bool:
@@ -99,21 +98,30 @@ class Declared(NamedTuple):
     def built(self) -> bool:
         """Whether it must be an object or null: its annotation names a class, and no scalar type."""
         scalars = {"Any", "object", *(kind.__name__ for kind in _SCALARS)}
-        return _is_any(self.hint) and scalars.isdisjoint(each.strip() for each in self.kind.split("|"))
+        return _is_any(self.hint) and scalars.isdisjoint(name.strip() for name in self.kind.split("|"))
+
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """The classes that its annotation names; empty if it also names what is no class, such as ``Any``."""
+        options = _options(_checked_type(self.hint, self.kind, self.module))
+        classes = [typing.get_origin(option) or option for option in options if option is not type(None)]
+        if any(option in (Any, object) or not isinstance(option, type) for option in classes):
+            return ()
+        return tuple(classes)
 
     @property
     def wanted(self) -> str:
         """The allowed values in words; empty if any object is allowed."""
         if self.allowed is not None:
             return str(self.allowed)
-        options = (each for each in _options(self.hint) if each is not type(None))
+        options = (option for option in _options(self.hint) if option is not type(None))
         return "" if _is_any(self.hint) else " or ".join(map(words, options))
 
     @property
     def plain(self) -> list[type]:
         """Its scalar types; empty if other types are allowed as well."""
-        options = [each for each in _options(self.hint) if each is not type(None)]
-        return options if all(each in _SCALARS for each in options) else []
+        options = [option for option in _options(self.hint) if option is not type(None)]
+        return options if all(option in _SCALARS for option in options) else []
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -133,12 +141,16 @@ class Keys:
     @classmethod
     def read(cls: type[K], hparams: Mapping[str, Any]) -> K:
         """Read the keys from ``hparams``, with defaults for those it lacks; an error names all wrong values at once."""
-        if wrong := cls.wrong(hparams):
-            raise SbkitError("; ".join(problem.message for problem in wrong), hint=wrong[0].hint)
+        problems = cls.wrong(hparams)
+        if problems:
+            raise SbkitError("; ".join(problem.message for problem in problems), hint=problems[0].hint)
         keys = object.__new__(cls)
-        known = cls.declared().values()
-        values = {declared.name: declared.default for declared in known if not declared.needed}
-        values |= {declared.name: hparams[declared.name] for declared in known if declared.name in hparams}
+        values = {}
+        for name, declared in cls.declared().items():
+            if name in hparams:
+                values[name] = hparams[name]
+            elif not declared.needed:
+                values[name] = declared.default
         for name in values.keys() - cls.built_later:
             object.__setattr__(keys, name, values[name])
         return keys
@@ -159,39 +171,17 @@ class Keys:
         declared one, and one of sbkit's, such as the pretrainer of an encoder, some.
         """
         problems = []
-        for name, known in cls.declared().items():
+        for name, declared in cls.declared().items():
             value = hparams.get(name)
-            declared = _options(_checked_type(known.hint, known.kind, known.module))
-            kinds = [typing.get_origin(kind) or kind for kind in declared if kind is not type(None)]
-            if value is None or not known.built or any(
-                    kind in (Any, object) or not isinstance(kind, type) for kind in kinds):
+            if value is None or not declared.built:
                 continue
-            if any(isinstance(value, kind) for kind in kinds):
+            classes = declared.classes
+            if not classes or isinstance(value, classes):
                 continue
-            named = isinstance(value, (functools.partial, type))
-            made: Any = unwrapped(value)[0]  # what it makes, if it is only named, may be of another class
-            plain = named or isinstance(value, (Mapping, list, tuple, str, int, float))
-            package = (made if named else type(value)).__module__.partition(".")[0]
-            place = getattr(sys.modules.get(package), "__file__", None) or "site-packages"  # built in
-            of_the_user = package != "sbkit" and "site-packages" not in place
-            enough = any if package == "sbkit" else all
-            methods = [[each for each in vars(kind) if each[0] != "_"] for kind in kinds]
-            alike = any(names and enough(hasattr(made, each) for each in names) for names in methods)
-            fits = not isinstance(made, type) or issubclass(made, tuple(kinds)) or alike or of_the_user
-            only_named = named and fits
-            if not plain and (of_the_user or alike):
-                continue
-            kind = made if named else type(value)
-            if plain and not named:
-                what = "a mapping" if isinstance(value, Mapping) else _shown(value)
-                hint = "write !new: and that class after the key, with its arguments below it"
-            elif only_named:
-                what = "only named, not built"
-                hint = ONLY_NAMED
-            else:
-                what = f"of {kind.__module__}.{kind.__qualname__}"
-                hint = "docs/reference/keys.md says what each key may be"
-            problems.append(Problem(name, f"it is {what}, and must be {known.what}", hint))
+            misfit = _misfit(value, classes)
+            if misfit is not None:
+                what, hint = misfit
+                problems.append(Problem(name, f"it is {what}, and must be {declared.what}", hint))
         return problems
 
     @classmethod
@@ -270,15 +260,54 @@ def _checked_type(hint: object, kind: str, module: str) -> Any:  # a type
         return hint
     scope = dict(vars(sys.modules[module]))
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-            for each in node.body:
-                if isinstance(each, ast.ImportFrom) and each.module:
-                    source = importlib.import_module(each.module)
-                    scope |= {name.asname or name.name: getattr(source, name.name) for name in each.names}
+        if not isinstance(node, ast.If) or getattr(node.test, "id", "") != "TYPE_CHECKING":
+            continue
+        for statement in node.body:
+            if isinstance(statement, ast.ImportFrom) and statement.module:
+                source = importlib.import_module(statement.module)
+                scope |= {name.asname or name.name: getattr(source, name.name) for name in statement.names}
     try:
         return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": kind}), scope)["it"]
     except Exception:  # an annotation can raise anything when it is evaluated
         return Any
+
+
+# ---------------------------------------------------------------------------------------------- objects
+
+
+def _misfit(value: object, classes: tuple[type, ...]) -> tuple[str, str] | None:
+    """What a value is instead of an object of these classes, and what to do; None if it will do as well."""
+    if isinstance(value, (functools.partial, type)):  # only named: it is judged by the class that it names
+        named: Any
+        named, _ = unwrapped(value)
+        if not isinstance(named, type) or issubclass(named, classes) or _will_do(named, named, classes):
+            return "only named, not built", ONLY_NAMED
+        return _other_class(named)
+    if isinstance(value, (Mapping, list, tuple, str, int, float)):
+        what = "a mapping" if isinstance(value, Mapping) else _shown(value)
+        return what, "write !new: and that class after the key, with its arguments below it"
+    if _will_do(value, type(value), classes):
+        return None
+    return _other_class(type(value))
+
+
+def _other_class(cls: type) -> tuple[str, str]:
+    return f"of {cls.__module__}.{cls.__qualname__}", "docs/reference/keys.md says what each key may be"
+
+
+def _will_do(value: object, cls: type, classes: tuple[type, ...]) -> bool:
+    """Whether an object of a class, or the class itself, may be used like one of the declared ``classes``."""
+    package = cls.__module__.partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None)
+    is_installed = not file or "site-packages" in file  # what is built in has no file
+    if package != "sbkit" and not is_installed:
+        return True  # a class of the user's own, who knows what it is for
+    enough = any if package == "sbkit" else all
+    for declared_class in classes:
+        names = [name for name in vars(declared_class) if not name.startswith("_")]
+        if names and enough(hasattr(value, name) for name in names):
+            return True
+    return False
 
 
 # ---------------------------------------------------------------------------------------------- types
@@ -291,42 +320,48 @@ def _options(kind: object) -> tuple[Any, ...]:
 
 def _is_any(kind: object) -> bool:
     """Whether any object is allowed, by the type or by a member of a union; classes aren't compared."""
-    known = {type(None), typing.Literal, *_SCALARS, *_LISTS, *_MAPPINGS}
-    return any((typing.get_origin(one) or one) not in known for one in _options(kind))
+    compared = {type(None), typing.Literal, *_SCALARS, *_LISTS, *_MAPPINGS}
+    return any((typing.get_origin(option) or option) not in compared for option in _options(kind))
 
 
 def _fits(kind: object, value: object) -> bool:
     """Whether a value has a type, with all elements of lists and mappings; a bool is no number."""
-    if len(options := _options(kind)) > 1:
-        return any(_fits(one, value) for one in options)
+    options = _options(kind)
+    if len(options) > 1:
+        return any(_fits(option, value) for option in options)
     if _is_any(kind):
         return True
     if kind is type(None):
         return value is None
     if kind in _SCALARS:
-        return isinstance(value, (int, float) if kind is float else kind) and (
-            kind is bool or not isinstance(value, bool))
-    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+        if isinstance(value, bool):
+            return kind is bool
+        return isinstance(value, (int, float) if kind is float else kind)
+
+    origin = typing.get_origin(kind) or kind
+    inner = typing.get_args(kind)
     if origin is typing.Literal:
-        return any(type(value) is type(one) and value == one for one in inner)
+        return any(type(value) is type(constant) and value == constant for constant in inner)
     if origin in _MAPPINGS:
-        return isinstance(value, Mapping) and (not inner or all(
-            _fits(inner[0], name) and _fits(inner[1], each) for name, each in value.items()))
+        if not isinstance(value, Mapping):
+            return False
+        return not inner or all(_fits(inner[0], name) and _fits(inner[1], item) for name, item in value.items())
     if not isinstance(value, (list, tuple)):
         return False
     if origin is tuple and inner and inner[-1] is not Ellipsis:
         return len(value) == len(inner) and all(map(_fits, inner, value))
-    return not inner or all(_fits(inner[0], each) for each in value)
+    return not inner or all(_fits(inner[0], item) for item in value)
 
 
 def words(kind: object, many: bool = False) -> str:
     """A type in words: ``a list of whole numbers``."""
     options = _options(kind)
     if len(options) > 1:
-        return " or ".join(dict.fromkeys(words(each, many) for each in options))
+        return " or ".join(dict.fromkeys(words(option, many) for option in options))
     if kind in _SCALARS:
         return _SCALARS[kind][many]
-    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    origin = typing.get_origin(kind) or kind
+    inner = typing.get_args(kind)
     if origin is typing.Literal:
         return " or ".join(map(str, inner))
     if origin in _MAPPINGS:
