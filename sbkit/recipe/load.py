@@ -54,18 +54,20 @@ class Recipe(NamedTuple):
 
 def check_overrides(path: Path, overrides: Mapping[str, Any]) -> None:
     """Refuse overrides of keys that no file of the recipe has and the task doesn't declare."""
-    found = chain(path)
-    names.check_overrides(found, with_full_keys(overrides, files.keys(found)), findings := Findings())
+    recipe_files = chain(path)
+    findings = Findings()
+    names.check_overrides(recipe_files, with_full_keys(overrides, files.keys(recipe_files)), findings)
     if findings:
         raise findings.as_error()
 
 
 def chain(path: Path) -> Files:
     """The files of a recipe, each with its unresolved tree; raises if one can't be read."""
-    found = files.chain(path, findings := Findings())
+    findings = Findings()
+    recipe_files = files.chain(path, findings)
     if findings:
         raise findings.as_error()
-    return found
+    return recipe_files
 
 
 def tree(path: Path) -> Node:
@@ -80,7 +82,8 @@ def merged(path: Path, overrides: Mapping[str, Any]) -> str:
 
 def resolved(path: Path, overrides: Mapping[str, Any]) -> Node:
     """The tree of that recipe, with all keys at one level."""
-    root, _ = resolve(path, overrides, findings := Findings(), call=True)
+    findings = Findings()
+    root, _ = resolve(path, overrides, findings, call=True)
     findings[:] = [finding for finding in findings if finding.code not in _LOADED]
     if root is None or findings:
         raise findings.as_error()
@@ -124,16 +127,17 @@ def building(path: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
         raise SbkitError(f"cannot use {error.filename or path}: {error.strerror}",
                          hint="choose another place with --output_folder") from error
     except Exception as error:
-        found = mistakes(path, overrides).as_error()
-        raise SbkitError("; ".join(filter(None, (found.message, f"{path} cannot be loaded: {summary(error)}"))),
-                         hint=found.hint) from error
+        in_recipe = mistakes(path, overrides).as_error()
+        messages = [in_recipe.message, f"{path} cannot be loaded: {summary(error)}"]
+        raise SbkitError("; ".join(filter(None, messages)), hint=in_recipe.hint) from error
 
 
 def mistakes(path: Path, overrides: Mapping[str, Any]) -> Findings:
     """The mistakes in a recipe and its overrides, each with its place, for the error about one that failed."""
     from sbkit.recipe.reading import read  # imports torch
 
-    read(path, overrides, findings := Findings())
+    findings = Findings()
+    read(path, overrides, findings)
     return Findings(finding for finding in findings if finding.code not in _LOADED)
 
 
@@ -170,6 +174,6 @@ def refuse_problems(problems: Sequence[Problem], path: Path) -> None:
     """Raise one error about all problems, if there are any, with the file of each key."""
     if not problems:
         return
-    found = chain(path)
-    raise SbkitError("; ".join(f"{written(problem.key, found)}: {problem.message}" for problem in problems),
+    recipe_files = chain(path)
+    raise SbkitError("; ".join(f"{written(problem.key, recipe_files)}: {problem.message}" for problem in problems),
                      hint="; ".join(dict.fromkeys(problem.hint for problem in problems)))

@@ -147,13 +147,16 @@ def _keep_the_graver(findings: Findings) -> None:
 
 def _check_needed(root: Node, path: Path, findings: Findings) -> None:
     """Report needed keys that are missing or null, and ``modules`` that are no mapping."""
-    for key, known in declared(root).items():
-        if known.needed and key not in root.value:
+    for key, declaration in declared(root).items():
+        if not declaration.needed:
+            continue
+        node = root.value.get(key)
+        if node is None:
             near = did_you_mean(key, map(str, root.value), cutoff=0.8)
-            findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {known.what}",
+            findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {declaration.what}",
                            f"is {near} a misspelling of it?" if near else COMPLETE)
-        elif known.needed and static(root.value[key]) is None and not findings.is_reported(root.value[key]):
-            findings.wrong(root.value[key], "missing-key", f"it {NULL}", COMPLETE)
+        elif static(node) is None and not findings.is_reported(node):
+            findings.wrong(node, "missing-key", f"it {NULL}", COMPLETE)
     modules = root.value.get("modules")
     if modules is not None and not findings.is_reported(modules) and not isinstance(modules.value, dict):
         findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",
@@ -231,5 +234,5 @@ def _why_unchecked(tag: str) -> tuple[str, bool]:
 def without_imports_from(*folders: Path) -> Iterator[None]:
     """Import nothing from these folders within it, because they may contain files named like a missing package."""
     left_out = {os.path.realpath(folder) for folder in folders}
-    with mock.patch.object(sys, "path", [each for each in sys.path if os.path.realpath(each) not in left_out]):
+    with mock.patch.object(sys, "path", [folder for folder in sys.path if os.path.realpath(folder) not in left_out]):
         yield

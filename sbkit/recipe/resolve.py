@@ -60,10 +60,11 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, packag
     root = refer_again(first, root, overrides)
     files[0] = first, root
     unknown = check_overrides(files, overrides, findings, packages)
-    given = Node({key: from_python(value, key) for key, value in overrides.items() if key not in unknown}, Place(), "")
+    known = {key: from_python(value, key) for key, value in overrides.items() if key not in unknown}
+    override_node = Node(known, Place(), "")
     declared = declared_in(files, overrides, packages)
-    referred = frozenset(referred_in([*files, (path, given)]))
-    override(files, given, findings, declared)
+    referred = frozenset(referred_in([*files, (path, override_node)]))
+    override(files, override_node, findings, declared)
     check_shadowed(files, findings)
     _Resolver(root, path, findings, (path.resolve(),), declared, call).walk(root)
     _report_cycles(root, findings)
@@ -78,11 +79,16 @@ def flatten(root: Node) -> Node:
     base = root.value.get(BASE)
     if base is None or not isinstance(base.value, dict):
         return root
-    below, ordered = flatten(base), dict[Any, Node]()
+    below = flatten(base)
+    in_order = dict[Any, Node]()
     for key, node in root.value.items():
-        ordered |= below.value if key == BASE else {key: node}
-    own = {key: node for key, node in root.value.items() if key != BASE}
-    return dataclasses.replace(root, value=ordered | own, key_places={**below.key_places, **root.key_places},
+        if key == BASE:
+            in_order |= below.value
+        else:
+            in_order[key] = node
+    # The base's value of a key that comes before it has just replaced the recipe's own.
+    in_order |= {key: node for key, node in root.value.items() if key != BASE}
+    return dataclasses.replace(root, value=in_order, key_places={**below.key_places, **root.key_places},
                                comments={**below.comments, **root.comments})
 
 
@@ -91,7 +97,11 @@ class _Resolver:
 
     def __init__(self, root: Node, path: Path, findings: Findings, inside: tuple[Path, ...],
                  declared: Collection[str], call: bool):
-        self.root, self.path, self.findings, self.inside, self.declared = root, path, findings, inside, declared
+        self.root = root
+        self.path = path
+        self.findings = findings
+        self.inside = inside  # the files that are being resolved, from the recipe to this one
+        self.declared = declared
         self.call = call
         self.seen: dict[Node, Node] = {}
 
@@ -106,71 +116,84 @@ class _Resolver:
         included = included or node.tag.startswith(INCLUDE)
         for key, child in node.items():
             node.value[key] = self.walk(child, included)
-        found = (self._leave(node) if included else None) or self._replace(node)
-        if included and found is not node and not found.scalar:
-            found = self.walk(found)  # it may be further below, where it would be skipped as visited
-        if included and node.tag and not found.tag and isinstance(found.value, dict):
-            found = self.findings.replaced(found, whole=True)
-        self.seen[node] = found
-        return found
+        resolved = (self._leave(node) if included else None) or self._replace(node)
+        if included and resolved is not node and not resolved.scalar:
+            resolved = self.walk(resolved)  # it may be further below, where it would be skipped as visited
+        if included and node.tag and not resolved.tag and isinstance(resolved.value, dict):
+            resolved = self.findings.replaced(resolved, whole=True)
+        self.seen[node] = resolved
+        return resolved
 
     def _replace(self, node: Node) -> Node:
         if self.findings.is_reported(node):
             return self._unknown(node)
         if node.tag in ("!ref", "!copy"):
-            if not node.scalar:
-                return self._error("bad-ref", node, f"{node.tag} takes a text such as <key>, not a list or mapping")
-            found = self._follow(str(node.value), node, ())
-            if found.scalar and not found.tag and not self.findings.is_reported(found):
-                found = dataclasses.replace(found, reference=str(node.value))
-            return found
+            return self._replace_reference(node)
         if node.tag == PLACEHOLDER:
             return self._error("placeholder", node, "you must set this value (!PLACEHOLDER)",
                                "write it into the YAML" if "[" in node.key else f"set it: --{node.key} VALUE")
         if node.tag.startswith(INCLUDE):
-            path = included_path(node.tag, self.path)
-            if path.resolve() in self.inside:
-                return self._error("circular-include", node, f"{path} includes itself",
-                                   " -> ".join(p.name for p in (*self.inside, path)))
-            if not path.is_file():
-                near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")])
-                return self._error("no-file", node, f"there is no file {path}", f"did you mean {near}?" if near else
-                                   f"it is searched from {self.path}: copy what that includes with it, or change the "
-                                   f"path; `sbkit new FOLDER` writes recipes of one's own with all that they include")
-            before = len(self.findings)
-            files = chain(path, self.findings, prefix="" if node.key == BASE else node.key)
-            if not files:
-                return self._unknown(node)
-            root = files[0][1]
-            if isinstance(node.value, dict):
-                override(files, node, self.findings, self.declared)
-            _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared, self.call).walk(root)
-            if any(finding.code == "syntax" for finding in self.findings[before:]):
-                self.findings.mark(root)
-            return self.findings.copied(root)  # HyperPyYAML reads each include separately, so nothing in it is shared
+            return self._include(node)
         if self.call and node.tag.startswith(_APPLYREF):
-            try:
-                args, kwargs = arguments(node)
-                called = locate(node.tag[len(_APPLYREF):])
-                result = called(*map(data, args), **{key: data(kwargs[key]) for key in kwargs})
-            except Exception as error:  # a function can raise anything
-                return self._error("not-built", node, f"{node.tag} fails: {summary(error)}")
-            return from_python(result, node.key, node.place)
+            return self._call(node)
         return node
+
+    def _replace_reference(self, node: Node) -> Node:
+        if not node.scalar:
+            return self._error("bad-ref", node, f"{node.tag} takes a text such as <key>, not a list or mapping")
+        target = self._follow(str(node.value), node, ())
+        if target.scalar and not target.tag and not self.findings.is_reported(target):
+            target = dataclasses.replace(target, reference=str(node.value))
+        return target
+
+    def _include(self, node: Node) -> Node:
+        """The resolved tree of an included file, with the values under the ``!include:`` in it."""
+        path = included_path(node.tag, self.path)
+        if path.resolve() in self.inside:
+            return self._error("circular-include", node, f"{path} includes itself",
+                               " -> ".join(p.name for p in (*self.inside, path)))
+        if not path.is_file():
+            near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")])
+            return self._error("no-file", node, f"there is no file {path}", f"did you mean {near}?" if near else
+                               f"it is searched from {self.path}: copy what that includes with it, or change the "
+                               f"path; `sbkit new FOLDER` writes recipes of one's own with all that they include")
+        before = len(self.findings)
+        files = chain(path, self.findings, prefix="" if node.key == BASE else node.key)
+        if not files:
+            return self._unknown(node)
+        root = files[0][1]
+        if isinstance(node.value, dict):
+            override(files, node, self.findings, self.declared)
+        _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared, self.call).walk(root)
+        if any(finding.code == "syntax" for finding in self.findings[before:]):
+            self.findings.mark(root)
+        return self.findings.copied(root)  # HyperPyYAML reads each include separately, so nothing in it is shared
+
+    def _call(self, node: Node) -> Node:
+        """The result of the function of an ``!applyref:``."""
+        try:
+            args, kwargs = arguments(node)
+            called = locate(node.tag[len(_APPLYREF):])
+            result = called(*map(data, args), **{key: data(kwargs[key]) for key in kwargs})
+        except Exception as error:  # a function can raise anything
+            return self._error("not-built", node, f"{node.tag} fails: {summary(error)}")
+        return from_python(result, node.key, node.place)
 
     def _leave(self, node: Node) -> Node | None:
         """A reference with only the keys of this file resolved; None if it has no keys of the included file."""
         if node.tag not in ("!ref", "!copy") or not node.scalar:
             return None
         text = str(node.value)
-        known = {part for part in REFERENCE.findall(text) if re.split(r"[.\[]", part.strip("<>"))[0] in self.root.value}
-        if known >= set(REFERENCE.findall(text)):
+        references = set(REFERENCE.findall(text))
+        of_this_file = {reference for reference in references
+                        if re.split(r"[.\[]", reference.strip("<>"))[0] in self.root.value}
+        if of_this_file == references:
             return None
-        for part in known:
-            value = self._as_text(part, node)
+        for reference in of_this_file:
+            value = self._as_text(reference, node)
             if value is None:
                 return self._unknown(node)
-            text = text.replace(part, value)
+            text = text.replace(reference, value)
         return Node(text, node.place, node.key, node.tag)
 
     # ------------------------------------------------------------ references
@@ -178,15 +201,15 @@ class _Resolver:
     def _follow(self, text: str, node: Node, seen: tuple[str, ...]) -> Node:
         """The node that a reference names, possibly shared with others; a new one for a scalar."""
         if not REFERENCE.search(text):
-            found = Node(text, node.place, node.key)
+            plain_text = Node(text, node.place, node.key)
             if not seen and "<" in text:
                 self._error("bad-ref", node, f"the bracket of {text!r} is not closed", "write <key>")
-                self.findings.mark(found)
+                self.findings.mark(plain_text)
             elif not seen and text in self.root.value:
                 self._error("bad-ref", node, f"this is not a reference, but the text {text!r}",
                             f"write {node.tag} <{text}>")
-                self.findings.mark(found)
-            return found
+                self.findings.mark(plain_text)
+            return plain_text
         if len(seen) > 50:  # circular, which is reported elsewhere
             return self._unknown(node)
         seen = (*seen, text)
@@ -281,18 +304,23 @@ class _Resolver:
             self._error("dangling-ref", node, f"there is no <{name}>: {branch.key} is a list, and a reference takes no "
                         "index", "give the item its own key and refer to that")
             return
-        options = [str(key) for key in branch.value] if isinstance(branch.value, dict) else []
+        children = branch.value if isinstance(branch.value, dict) else {}
+        options = [str(key) for key in children]
         # Itself would be no help, and nobody refers to what is empty, such as the base's learning_rates.
-        near = did_you_mean(part, [str(key) for key, child in branch.value.items() if key != node.key
-                                   and child.value not in ({}, [])] if options else [], 0.75)
+        likely = [str(key) for key, child in children.items() if key != node.key and child.value not in ({}, [])]
+        near = did_you_mean(part, likely, 0.75)
         base = self.root.value.get(BASE)
         if base is not None and base is not branch and isinstance(base.value, dict) and part in base.value:
             suggestion = f"it is under `{BASE}`: write <{BASE}[{part}]>"
         elif base is not None and base.tag.startswith(INCLUDE):
-            top, below = re.split(r"[.\[]", node.key)[0], base.tag[len(INCLUDE):]
-            suggestion = (f"did you mean <{reference.replace(part, near)}>?" if near else
-                          f"write <{part}>, a key of {below}" if branch is base else
-                          f"references see {below} under `{BASE}` only: indent {top}, as one of the keys there")
+            included = base.tag[len(INCLUDE):]
+            if near:
+                suggestion = f"did you mean <{reference.replace(part, near)}>?"
+            elif branch is base:
+                suggestion = f"write <{part}>, a key of {included}"
+            else:
+                top = re.split(r"[.\[]", node.key)[0]
+                suggestion = f"references see {included} under `{BASE}` only: indent {top}, as one of the keys there"
         elif near:
             suggestion = f"did you mean <{reference.replace(part, near)}>?"
         else:
@@ -301,26 +329,29 @@ class _Resolver:
 
     def _report_circle(self, target: Node, node: Node) -> bool:
         """Report a circle of references that begins with ``target``; return whether there is one."""
-        path, branches, done = [node], [iter([target])], set[Node]()
-        while branches:
-            found = next(branches[-1], None)
-            if found is None:
-                branches.pop()
-                done.add(path.pop())
-            elif found in path:
-                circle = [*path[path.index(found):], found]
-                if not self.findings.is_reported(found):
-                    self._error("circular-ref", found,
+        path = [node]  # each refers to the next one
+        targets_of = [iter([target])]  # for each node of the path, those of its targets that are still to be followed
+        harmless = set[Node]()
+        while targets_of:
+            following = next(targets_of[-1], None)
+            if following is None:
+                targets_of.pop()
+                harmless.add(path.pop())
+            elif following in path:
+                circle = [*path[path.index(following):], following]
+                if not self.findings.is_reported(following):
+                    self._error("circular-ref", following,
                                 f"this reference is circular: {' -> '.join(n.key for n in circle)}",
-                                f"give {found.key} a value")
-                for each in path:
-                    self.findings.mark(each)
+                                f"give {following.key} a value")
+                for part in path:
+                    self.findings.mark(part)
                 return True
-            elif found not in done:
-                path.append(found)
-                names = REFERENCE.findall(str(found.value)) if found.tag in ("!ref", "!copy") else []
-                targets = [self._find(name, found, quietly=True) for name in names]
-                branches.append(iter([target for target in targets if target is not None]))
+            elif following not in harmless:
+                path.append(following)
+                is_reference = following.tag in ("!ref", "!copy")
+                names = REFERENCE.findall(str(following.value)) if is_reference else []
+                targets = [self._find(name, following, quietly=True) for name in names]
+                targets_of.append(iter([target for target in targets if target is not None]))
         return False
 
     def _error(self, code: str, node: Node, message: str, suggestion: str = "") -> Node:

@@ -88,8 +88,10 @@ class Results:
 
     def facts(self) -> dict[str, Any]:
         """The content of an evaluation's result.json: the numbers and their uncertainty."""
-        known = self.estimate
-        return {**self.stats, **({f"{known.name}_interval": known.interval} if known and known.interval else {})}
+        facts: dict[str, Any] = dict(self.stats)
+        if self.estimate and self.estimate.interval:
+            facts[f"{self.estimate.name}_interval"] = self.estimate.interval
+        return facts
 
     def columns(self) -> list[tuple[str, Any]]:
         """The columns of ``sbkit evaluate``'s table."""
@@ -113,19 +115,21 @@ class Results:
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
         """Write the result files of a manifest's utterances into a folder."""
-        place = {name: i for i, name in enumerate(manifest.ids)}
-        rows = (manifest.row(place[name]) for name in (self.estimate.ids if self.estimate else ()))
+        content: dict[str, Any] = {"stats": self.stats, "utterances": self.utterances, "unread": self.unread,
+                                   "tables": [vars(one) for one in self.tables]}
+        if self.estimate:
+            content["estimate"] = vars(self.estimate)
+        row_of = {name: i for i, name in enumerate(manifest.ids)}
+        rows = [manifest.row(row_of[name]) for name in (self.estimate.ids if self.estimate else ())]
+        content["recordings"] = [{name: getattr(row, name) for name in _RECORDING} for row in rows]
+        content["players"] = [{**vars(player), "sounds": [sound._asdict() for sound in player.sounds]}
+                              for player in self.players]
         with atomic_write(folder / self.files(of)[0]) as out:
-            json.dump({"stats": self.stats, "utterances": self.utterances, "unread": self.unread,
-                       "tables": [vars(each) for each in self.tables],
-                       **({"estimate": vars(self.estimate)} if self.estimate else {}),
-                       "recordings": [{name: getattr(row, name) for name in _RECORDING} for row in rows],
-                       "players": [{**vars(each), "sounds": [sound._asdict() for sound in each.sounds]}
-                                   for each in self.players]}, out, indent=1, ensure_ascii=False)
+            json.dump(content, out, indent=1, ensure_ascii=False)
 
     def text(self) -> str:
         """The tables formatted for a terminal."""
-        return "\n\n".join(f"{each.title}\n{table(each.columns, each.rows)}" for each in self.tables)
+        return "\n\n".join(f"{one.title}\n{table(one.columns, one.rows)}" for one in self.tables)
 
 
 def describe_unread(split: str, unread: Mapping[str, str], read: int) -> str:

@@ -51,12 +51,12 @@ def write(path: str | os.PathLike[str], utterances: Iterable[ScoredUtterance]) -
 
 def read(path: str | os.PathLike[str]) -> list[ScoredUtterance]:
     """Read utterances.jsonl; an invalid line is an error that names it."""
-    found = []
+    utterances = []
     with open(path, encoding="utf-8", newline="\n") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):
             try:
-                found.append(ScoredUtterance(**untrusted.parse_json(line)))
+                utterances.append(ScoredUtterance(**untrusted.parse_json(line)))
             except (ValueError, TypeError) as error:
                 raise SbkitError(f"{path}, line {number}: {error}",
                                  hint="score the run again (sbkit evaluate)") from None
-    return found
+    return utterances
