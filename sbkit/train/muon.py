@@ -164,13 +164,13 @@ class Muon(Optimizer):
             torch._foreach_add_(weights, torch._foreach_mul(directions, step_size))
 
     def _scaled_gradients(self, weights: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor],
-                          found_inf: torch.Tensor | None) -> Sequence[torch.Tensor]:
+                          found_inf: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the gradients of matrices without the loss scale; of a skipped step, the momenta in their place, so
         that momenta don't change."""
         grads = [weight.grad for weight in weights if weight.grad is not None]  # all have one, see ``_turns``
         grad_scale = getattr(self, "grad_scale", None)
         if in_host_memory(weights[0]):  # a list takes as long there as one tensor, and a copy takes longer
-            return grads if grad_scale is None else torch._foreach_div(grads, grad_scale)
+            return grads if grad_scale is None else list(torch._foreach_div(grads, grad_scale))
 
         # On a GPU each tensor is a kernel to launch, so they are one.
         flat = torch.cat([grad.flatten() for grad in grads])
@@ -178,7 +178,7 @@ class Muon(Optimizer):
             flat.div_(grad_scale)
         if found_inf is not None:
             flat = torch.where(found_inf > 0, _flatten_dense_tensors(momenta), flat)
-        return _unflatten_dense_tensors(flat, weights)
+        return list(_unflatten_dense_tensors(flat, weights))
 
     def _update_others(self, group: Mapping[str, Any]) -> None:
         """Update the parameters of a group that are no matrices and have a gradient, as AdamW does."""
