@@ -68,7 +68,9 @@ def find_repaired(folder: Path) -> str | None:
     table = read(folder)
     reason = table["reason"]
     wavs = table["wav"]
-    gone = Column(pc.filter(wavs, pc.equal(reason, MISSING)))
+    # A URL that isn't allowed is missing from a further column, too, but isn't a file that could appear.
+    is_file = pc.invert(pc.match_substring(wavs, "://"))
+    gone = Column(pc.filter(wavs, pc.and_(pc.equal(reason, MISSING), is_file)))
     if len(gone):
         has_appeared = existing(gone)
         if has_appeared.any():

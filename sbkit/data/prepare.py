@@ -141,11 +141,13 @@ class _Decisions:
 
     codes : [N], by ``_CODE``, each row's reason; 0: it is kept
     details : by row, what exactly is wrong with it
+    missing_beside : by row, the recording of a further column that is missing, though the row's own exists
     """
 
     def __init__(self, count: int):
         self.codes = np.zeros(count, np.int8)
         self.details: dict[int, str] = {}
+        self.missing_beside: dict[int, str] = {}
 
     @property
     def kept(self) -> np.ndarray:
@@ -298,6 +300,8 @@ def _check_recordings(name: str, rows: Rows, decisions: _Decisions, split: str,
     """Leave out rows whose recording in a further column is missing or unreadable; return the seconds [N] of all."""
     wavs = rows.column(name)
     is_missing = refused(wavs, remote) | ~existing(wavs, listings)
+    newly_missing = np.intersect1d(decisions.kept, np.flatnonzero(is_missing))
+    decisions.missing_beside.update((row, wavs[row]) for row in newly_missing.tolist())
     decisions.leave_out(MISSING, is_missing, lambda row: f"{name}: {wavs[row]}")
     kept = decisions.kept
     seconds = np.full(len(rows), np.nan)
@@ -495,7 +499,10 @@ def _report_left_out(report: SplitReport, rows: Rows, decisions: _Decisions, dur
         ids = [*(name for name, _ in unparsed), *rows.ids.take(indices)]
         if not ids:
             continue
-        wavs = [*([""] * len(unparsed)), *rows.wavs.take(indices)]
+        # The recording that is missing is the one that later preparations look for.
+        wavs = [*([""] * len(unparsed)),
+                *(decisions.missing_beside.get(row, wav)
+                  for row, wav in zip(indices.tolist(), rows.wavs.take(indices), strict=True))]
         details = [*(wrong for _, wrong in unparsed), *(decisions.details.get(row, "") for row in indices.tolist())]
         examples = []
         for id_, wav, detail in itertools.islice(zip(ids, wavs, details, strict=True), _EXAMPLES):

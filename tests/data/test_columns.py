@@ -160,6 +160,28 @@ def test_rows_that_lack_something_are_counted_and_named(sounds, tmp_path):
     assert examples["undecodable"].startswith("u4: voice: ")
 
 
+@pytest.mark.parametrize("missing", ["later.wav", "https://somewhere/clean.wav"])
+def test_rows_whose_further_recording_is_missing_are_prepared_again_only_when_it_appears(missing, sounds, tmp_path,
+                                                                                         caplog):
+    declared = {"clean": SignalColumn()}
+    recording = tmp_path / "recordings" / missing
+    written = missing if "://" in missing else str(recording)
+    corpus = write("csv", tmp_path, rows(sounds, u2={"clean_wav": written}), sounds)
+    assert len(prepared(corpus, declared)["train"]) == CLIPS - 1
+
+    with caplog.at_level("INFO"):
+        assert len(prepared(corpus, declared)["train"]) == CLIPS - 1
+    assert "already prepared" in caplog.text and "has appeared" not in caplog.text
+    if "://" in missing:
+        return
+
+    recording.parent.mkdir()
+    recording.write_bytes((sounds / "clean2.wav").read_bytes())
+    with caplog.at_level("INFO"):
+        assert len(prepared(corpus, declared)["train"]) == CLIPS
+    assert f"{recording} was left out and has appeared" in caplog.text
+
+
 @pytest.mark.parametrize("augment", [None, Augment([SpeedPerturb([0.8, 1.1]), Crop(0.4), Gain()])])
 def test_an_aligned_signal_is_cut_and_sped_up_as_its_recording_is(manifest, augment):
     """The clean recordings here have the samples of the others, so that each batch must have the same twice."""
