@@ -569,7 +569,8 @@ class Corpus:
         advice += [remedy(reason) for reason in left_out if remedy(reason)]
         if exclusions.MISSING in left_out:
             folders = [os.path.abspath(folder) for folder in (self.data_root, *source.folders) if folder is not None]
-            if any(folder in example for folder in folders):
+            missing_clip = left_out[exclusions.MISSING]["examples"][0]
+            if any(folder in missing_clip for folder in folders):
                 advice.append("--corpus.data_root is where relative paths begin, and what $data_root in the list means")
             else:
                 advice.append("the list has whole paths: write $data_root for where they began, and give "

@@ -432,3 +432,13 @@ def test_where_recordings_are_is_told_as_the_list_writes_them(written, advice, r
     with pytest.raises(SbkitError, match="all 1 rows of the test split were left out: 1 missing clip") as error:
         corpus.prepare(show_progress=False)
     assert advice in error.value.hint
+
+
+def test_where_recordings_are_is_told_of_the_missing_one_if_another_row_is_malformed(tmp_path):
+    lines = ["ID,duration,start,wav,wrd", "broken,1.0,-1,clips/a.wav,words", "gone,1.0,0,clips/b.wav,words"]
+    for split in "train", "dev", "test":
+        (tmp_path / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    with pytest.raises(SbkitError, match="left out: 1 malformed row, 1 missing clip") as error:
+        Corpus(str(tmp_path), "en", tmp_path / "out").prepare(show_progress=False)
+    assert "--corpus.data_root is where relative paths begin" in error.value.hint
+    assert "whole paths" not in error.value.hint
