@@ -202,8 +202,10 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         decisions.leave_out(EXCLUDED, exclude.mask(rows.ids, texts, rows.origin))
 
     durations = _durations(rows, decisions, report, check_audio, read_headers)
-    # A recording that is longer than its header says is used as far as that goes, and reported.
-    longer = [row for row in decisions.details if decisions.codes[row] == 0 and np.isfinite(durations[row])]
+    # A recording that is longer than its header says is used as far as that goes, and reported. The causes are copied,
+    # since the checks below write what they see in the same rows into the details.
+    causes_of_longer = {row: cause for row, cause in decisions.details.items()
+                        if decisions.codes[row] == 0 and np.isfinite(durations[row])}
     _check_durations(rows, durations, limits, decisions)
     report.outside_alphabet = _check_alphabet(texts, rules, limits, decisions)
     if limits.min_words:
@@ -236,7 +238,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     report.synthesised = hours_by_synthesiser(manifest)
     if limits.text:
         report.unspoken = _unspoken(rows, texts, decisions.kept)
-    report.notices += _odd_rows(rows, decisions, is_silence, longer)
+    report.notices += _odd_rows(rows, decisions, is_silence, causes_of_longer)
     if limits.text:
         # Also among rows that repeat an id: mostly the same recording is listed twice, with two texts.
         repeats = decisions.codes == _CODE["repeated id"]
@@ -351,18 +353,22 @@ def _unspoken(rows: Rows, texts: Sequence[str], kept: np.ndarray) -> dict[str, A
     return {"count": len(unspoken), "example": [rows.texts[first][:100], texts[first][:100]]}
 
 
-def _odd_rows(rows: Rows, decisions: _Decisions, is_silence: np.ndarray, longer: Sequence[int]) -> list[str]:
-    """Notices about rows that are kept without a text, or although their recordings are longer than they say."""
+def _odd_rows(rows: Rows, decisions: _Decisions, is_silence: np.ndarray,
+              causes_of_longer: Mapping[int, str]) -> list[str]:
+    """Notices about rows that are kept without a text, or although their recordings are longer than they say.
+
+    causes_of_longer : by row, what was seen in a recording that is longer than its header says
+    """
     notices = []
     kept_silence = np.flatnonzero((decisions.codes == 0) & is_silence)
     if len(kept_silence):
         notices.append(f"{counted(len(kept_silence), 'row')} without a text, trained on as silence (nonspeech), "
                        f"such as {rows.ids[int(kept_silence[0])]}")
-    kept_longer = [row for row in longer if decisions.codes[row] == 0]
+    kept_longer = [row for row in causes_of_longer if decisions.codes[row] == 0]
     if kept_longer:
         first = kept_longer[0]
         notices.append(f"{counted(len(kept_longer), 'recording')} longer than the header says, such as "
-                       f"{rows.ids[first]}: {decisions.details[first]}")
+                       f"{rows.ids[first]}: {causes_of_longer[first]}")
     return notices
 
 

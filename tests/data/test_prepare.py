@@ -155,6 +155,15 @@ def test_a_clip_that_was_cut_off_is_left_out_and_one_that_goes_on_is_told(clips,
                               "goes on to 3.00 s: the rest isn't read"]
 
 
+def test_a_recording_that_goes_on_is_told_with_its_cause_also_if_its_text_is_outside_the_alphabet(clips, tmp_path):
+    data = (clips / "long.wav").read_bytes()
+    (tmp_path / "more.wav").write_bytes(data[:40] + (32_000).to_bytes(4, "little") + data[44:])
+    manifest, report = prepare(rows(tmp_path, ("more.wav", "naïve")))
+    assert len(manifest) == 1 and report.outside_alphabet == {"ï": 1}
+    assert report.notices == ["1 recording longer than the header says, such as u0: its header says 1.00 s, but it "
+                              "goes on to 3.00 s: the rest isn't read"]
+
+
 def test_texts_that_are_probably_wrong_are_told_with_a_row(clips):
     source = rows(clips, ("good.wav", "one word"), ("good.wav", "two words"), ("long.wav", "g\u043eod"),
                   ("long.wav", "g\u043eod."), ("gone.wav", "x"))
