@@ -278,7 +278,7 @@ def _checked_type(hint: object, kind: str, module: str) -> Any:  # a type
 def _misfit(value: object, classes: tuple[type, ...]) -> tuple[str, str] | None:
     """What a value is instead of an object of these classes, and what to do; None if it will do as well."""
     if isinstance(value, (functools.partial, type)):  # only named: it is judged by the class that it names
-        named: Any
+        named: Any  # a class, a function, or what else a recipe names
         named, _ = unwrapped(value)
         if not isinstance(named, type) or issubclass(named, classes) or _will_do(named, named, classes):
             return "only named, not built", ONLY_NAMED

@@ -55,7 +55,8 @@ def check_checkpoints(trace: Trace, findings: Findings, sized_by_corpus: Sequenc
             return
 
 
-def _differences(module: torch.nn.Module, saved: Any, sizes: set[tuple[int, int]]) -> str:
+def _differences(module: torch.nn.Module, saved: Any,  # what a checkpoint holds: a dict, but for damage
+                 sizes: set[tuple[int, int]]) -> str:
     """How what a checkpoint has saved differs from a module, except for shapes that differ because of the corpus."""
     state = module.state_dict()
     if isinstance(saved, dict):
