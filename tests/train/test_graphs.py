@@ -2,6 +2,7 @@
 
 import logging
 import random
+import random
 import re
 from functools import partial
 
@@ -252,3 +253,20 @@ def test_nothing_is_captured_on_a_cpu(caplog):
     caplog.set_level(logging.INFO, "sbkit.train.graphs")
     toy, _ = trained(ToyBrain, device="cpu", steps=3)
     assert toy.trainer.runner.nodes == {} and not any("CUDA graph" in record.message for record in caplog.records)
+
+
+class DrawsOnOneRank(ToyBrain):
+    def compute_forward(self, batch, stage):
+        outputs = super().compute_forward(batch, stage)
+        return outputs * (1 + random.random()) if ranks.rank() == 1 else outputs
+
+
+def captured_on_a_rank():
+    toy, _ = trained(DrawsOnOneRank, device=f"cuda:{ranks.rank()}",
+                     loader=ToyTrainLoader(steps=8, size=8, rank=ranks.rank(), world=2))
+    return toy.trainer.runner.phase.name, toy.optimizer_step
+
+
+@pytest.mark.gpu(cards=2)
+def test_a_rank_that_alone_can_not_capture_goes_on_with_the_others():
+    assert results(captured_on_a_rank) == [("CAPTURING", 8), ("STOPPED", 8)]
