@@ -2,7 +2,6 @@
 
 import logging
 import random
-import random
 import re
 from functools import partial
 
