@@ -16,6 +16,7 @@ from speechbrain.core import Stage
 from speechbrain.utils.autocast import AMPConfig, TorchAutocast
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.run_opts import RunOptions
+from torch.optim import Optimizer
 
 from sbkit.compat import loaders
 from sbkit.compat.evaluation_pass import evaluation_pass
@@ -42,6 +43,7 @@ from sbkit.train.keys import ScriptKeys, TrainKeys
 from sbkit.train.memory.oom import is_out_of_memory, oom_as_user_error, release
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.optim import fused
+from sbkit.train.optimizer_trial import mistakes_of
 from sbkit.train.state import TrainState, state_view
 from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, one_number
 from sbkit.train.trainer import Trainer
@@ -234,6 +236,11 @@ class Brain(sb.core.Brain):
             for path, depth in rates.depths(self, parts).items():
                 factors[path] = factors.get(path, 1.0) * self.keys.layer_decay ** depth
         return {path: float(factor) for path, factor in factors.items() if factor != 1}
+
+    @staticmethod
+    def optimizer_mistakes(opt_class: Callable[..., Optimizer]) -> Iterator[tuple[str, str]]:
+        """Yield what an optimizer of the user's own does wrong, each with the remedy."""
+        return mistakes_of(opt_class)
 
     def stacked_layers(self) -> Sequence[torch.nn.Module] | None:
         """Return the layers that ``layer_decay`` counts; None: the list of equal layers with the most parameters."""

@@ -205,6 +205,7 @@ def _check_with_modules(built: Built, modules: dict[str, torch.nn.Module], findi
     if traced.task is not None:
         traced.task.check_outputs(traced, findings)
         start = traced.task.check_start(traced, findings)
+        _check_optimizer(traced, findings)
 
     corpus_check.check_corpus(built, traced.task, findings, request)
     _check_files(built, findings, request)
@@ -250,6 +251,14 @@ def _check_modules(built: Built, modules: dict[str, torch.nn.Module], owned: own
     if complete:
         ownership.check_saved(built, owned, findings)  # after freezing: frozen weights need not be saved
     ownership.check_optimizer(built, owned, findings)
+
+
+def _check_optimizer(traced: trace.Trace, findings: Findings) -> None:
+    """Add an error for what an optimizer of the user's own does wrong, of which a run would say nothing."""
+    opt_class = traced.built.hparams.get("opt_class")
+    if callable(opt_class) and "opt_class" in traced.built.nodes:
+        for mistake, remedy in traced.task.optimizer_mistakes(opt_class):
+            findings.error("wrong-optimizer", traced.built.place("opt_class"), "opt_class", mistake, remedy)
 
 
 def _check_jit(modules: Mapping[str, torch.nn.Module], keys: Sequence[str], findings: Findings) -> None:

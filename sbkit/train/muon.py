@@ -57,7 +57,7 @@ class Muon(Optimizer):
 
     #: A rank can't orthogonalise a matrix of which it has only a part.
     needs_whole_parameters = True
-    # Skips what is not finite without the host, as torch's fused optimizers do (see sbkit.train.optim).
+    # Skips what is not finite without the host, as torch's fused optimizers do (see sbkit/train/update.py).
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Iterable[Any], modules: Sequence[nn.Module] = (), lr: float = 1e-3,
