@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
 class BeamSearch(TokenSearch):
     """Beam search over CTC log-probabilities [B, T, V]."""
 
-    def events(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> Events:
-        """Find the likely tokens of log-probabilities, small enough to keep for a whole test set."""
-        return events(scores, lengths, self.blank_id, self.token_threshold, self.token_beam)
+    def events(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor,
+               near: np.ndarray | None = None) -> Events:
+        """Find the likely tokens of log-probabilities, small enough to keep for a whole test set.
+
+        near : [B, T] the frames in which tokens may begin. A stream gives them, since it sees only some of its frames;
+            None: those near speech. A class that overrides this passes them on
+        """
+        return events(scores, lengths, self.blank_id, self.token_threshold, self.token_beam, near)
 
     def join(self, batches: Sequence[Events]) -> Events:
         return Events.join(list(batches))
@@ -51,21 +56,22 @@ class BeamSearch(TokenSearch):
             raise SbkitError(f"the search has {len(self.pieces)} tokens, and the stream {len(spelling.symbols)}",
                              hint="use the model's tokens for both")
         line = CTCLine(self.fusion, self.weights, self.beam, self.width)
-        return BeamStream(line, EventStream(spelling, self.blank_id, self.token_threshold, self.token_beam), spelling)
+        return BeamStream(line, EventStream(spelling, self.blank_id, self.events), spelling)
 
 
 class EventStream:
-    """Finds the events of a stream, the same as ``posteriors.events`` finds in all its frames at once.
+    """Finds the events of a stream, the same as ``BeamSearch.events`` finds in all its frames at once.
 
     spelling : how its tokens are written, one for each label
-    blank_id, threshold, max_tokens : as for ``posteriors.events``
+    blank_id : the label of the blank
+    find_events : the ``events`` of a search, which may be a class of the user's own
     """
 
-    def __init__(self, spelling: Spelling, blank_id: int, threshold: float, max_tokens: int):
+    def __init__(self, spelling: Spelling, blank_id: int,
+                 find_events: Callable[[np.ndarray, np.ndarray, np.ndarray], Events]):
         self._spelling = spelling
         self._blank_id = blank_id
-        self._threshold = threshold
-        self._max_tokens = max_tokens
+        self._find_events = find_events
         labels = len(spelling.symbols)
         self._last_frame = np.zeros((0, labels), np.float32)  # of those known; the next may continue its token
         self.source = FramesOfStream()
@@ -94,8 +100,7 @@ class EventStream:
         # The last frame of the call before is looked at again: its token may continue.
         overlap = len(self._last_frame)
         frames = np.concatenate([self._last_frame, frames])
-        new = events(frames[None], np.array([len(frames)]), self._blank_id, self._threshold, self._max_tokens,
-                     near=np.ones((1, len(frames)), bool))
+        new = self._find_events(frames[None], np.array([len(frames)]), np.ones((1, len(frames)), bool))
         run = self.events.run.copy()
         if overlap and len(new.frame) and new.frame[0] == 0:  # it has tokens, so it has an event already
             if len(run):

@@ -142,3 +142,21 @@ def test_memory_is_constant(kind, searches):
     warm = len(sizes) * 60 // seconds
     assert max(sizes[warm:]) <= 1.5 * max(sizes[:warm]), "the first minute needs as much"
     assert longest <= 1.5 * LONGEST_SECONDS / FRAME
+
+
+class FewerBlanks(BeamSearch):
+    """Takes a penalty from the blank of each frame."""
+
+    def events(self, scores, lengths, near=None):
+        penalised = scores.copy()
+        penalised[..., self.blank_id] -= 3.0
+        return super().events(penalised, lengths, near)
+
+
+def test_a_class_that_overrides_events_searches_streams_as_it_does_whole_utterances():
+    log_probs = say(SPEECH, sharp=2.0)
+    changed = FewerBlanks(PIECES, beam=8)
+    texts = [[word.text for word in whole(search, log_probs)] for search in (changed, BeamSearch(PIECES, beam=8))]
+    assert texts[0] != texts[1], "the penalty has an effect"
+    result = listen(stream(changed, NO_PAUSE), np.split(log_probs, [3, 5]), finish=True)
+    assert [word.text for word in result.settled] == texts[0]

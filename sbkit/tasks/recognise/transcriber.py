@@ -206,5 +206,8 @@ class Transcriber:
         if not isinstance(search, TokenSearch):
             return {"class": type(search).__name__}
         weights = search.weights
-        return {"lm": None if search.lm is None else str(search.lm), "lm_weight": weights.lm,
+        facts: dict[str, Any] = {}
+        if not type(search).__module__.startswith("sbkit."):  # a class of the user's own may search otherwise
+            facts["class"] = type(search).__name__
+        return {**facts, "lm": None if search.lm is None else str(search.lm), "lm_weight": weights.lm,
                 "word_score": weights.word, "beam": search.beam, "hot_words": search.hot_words.boosts}

@@ -110,3 +110,16 @@ def test_a_decoding_that_lacks_something_is_refused_when_it_is_made():
 
     with pytest.raises(TypeError, match=r"greedy.*search_input"):
         Incomplete()
+
+
+class OtherSearch(BeamSearch):
+    """A search of the user's own."""
+
+
+def test_the_facts_of_a_search_name_a_class_of_the_users_own():
+    facts = []
+    for search in (OtherSearch(PIECES), BeamSearch(PIECES)):
+        keys = SimpleNamespace(decoder=search, tokenizer=PIECES, blank_index=0)
+        facts.append(Transcriber(SimpleNamespace(), keys, CTCDecoding(SimpleNamespace(), keys)).search_facts())
+    assert facts[0] == {"class": "OtherSearch", **facts[1]}
+    assert "class" not in facts[1]
