@@ -51,8 +51,8 @@ class TaskKeys(TrainKeys):
     init_from: str | None = key("weights to start from, matched by the recipe's names: a run, a checkpoint, a bundle, "
                                 "a folder for EncoderASR, a CTC model of transformers, or a .safetensors file", None)
     init_checkpoint: str = key("which checkpoint of that run: best, last, or the name of one", "best")
-    init_average: int | str = key("the mean of this many of its best checkpoints instead (with last: of the newest)", 1,
-                                  AVERAGE_VALUES)
+    init_average: int | str = key("the average of this many of its best checkpoints instead (with last: of the "
+                                  "newest)", 1, AVERAGE_VALUES)
     init_leave: Sequence[str] | None = key("parts to reinitialise instead of taking them", None, NAMES)
     train_logger: TrainLogger | None = key("a TrainLog of sbkit or a SpeechBrain logger: a line per epoch", None)
     augment: Augment | None = key("a sbkit.data.augment.Augment of waveforms, in the data workers", None)
@@ -67,7 +67,7 @@ class TaskKeys(TrainKeys):
     experiment: str | None = key("a name for the experiment, named in its bundle", None)
     keep_checkpoints: int = key("how many of the best checkpoints are kept beside the last", 1, SIZE)
     keep_every: int | None = key("keep the checkpoint of every nth epoch permanently; 0: none", None, COUNT)
-    average_checkpoints: int | str = key("test the mean of this many of the best checkpoints", 1, AVERAGE_VALUES)
+    average_checkpoints: int | str = key("test the average of this many of the best checkpoints", 1, AVERAGE_VALUES)
 
     def clashes(self) -> Iterator[Problem]:
         from sbkit.data.mixture import Mixture

@@ -56,6 +56,13 @@ def largest(run):
     return {name: torch.maximum(value, second[name]) for name, value in first.items() if value.is_floating_point()}
 
 
+def values():
+    """How messages say which values ask for an average, of which this test's is the last."""
+    named = " or ".join(f"{name}-of-N" for name in AVERAGES)
+    assert named.endswith("or largest-of-N")
+    return f"a whole number, 1 or more, or {named}"
+
+
 def equal(brain, expected):
     actual = brain.hparams.model.state_dict()
     return all(torch.equal(actual[name], value) for name, value in expected.items())
@@ -87,8 +94,7 @@ def test_the_check_knows_how_many_it_needs(data, tmp_path):
     assert problems == ["it is largest-of-3, but keep_checkpoints is 2: fewer are kept"]
     problems = [error.message for error in check(
         run_folders.RECIPE, {**keys, "average_checkpoints": "smallest-of-3"}).errors]
-    assert problems == ["it is the text 'smallest-of-3', and must be a whole number, 1 or more, or mean-of-N or "
-                        "largest-of-N"]
+    assert problems == [f"it is the text 'smallest-of-3', and must be {values()}"]
 
 
 def test_it_is_evaluated_exported_and_named_in_the_bundle_and_its_card(run, tmp_path):
@@ -124,12 +130,11 @@ def test_the_report_offers_it(tmp_path):
 def test_the_help_of_a_command_lists_it(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    assert "or largest-of-N" in " ".join(capsys.readouterr().out.split())
+    assert values() in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_is_in_no_table_is_refused(run, capsys):
     assert main(["evaluate", str(run), "--average", "smallest-of-2"]) == 2
-    assert "'smallest-of-2' is no average of checkpoints; write a whole number, 1 or more, or mean-of-N or " \
-        "largest-of-N" in capsys.readouterr().err
+    assert f"'smallest-of-2' is no average of checkpoints; write {values()}" in capsys.readouterr().err
     with pytest.raises(SbkitError, match="can't average 0 checkpoints"):
         average_of("largest-of-0")

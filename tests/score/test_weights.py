@@ -6,9 +6,25 @@ import pytest
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.score.weights import AVERAGE_VALUES, AVERAGES, BEST_CHECKPOINT, LAST, ChosenWeights, Mean, average_of
+from sbkit.score import weights as weights_module
+from sbkit.score.weights import (
+    AVERAGE_VALUES,
+    AVERAGES,
+    BEST_CHECKPOINT,
+    LAST,
+    Average,
+    ChosenWeights,
+    Mean,
+    average_of,
+)
 
 CHECKPOINTS = [SimpleNamespace(path=f"save/CKPT+{name}", meta={"WER": wer}) for name, wer in (("b", 1.0), ("a", 2.0))]
+
+
+def test_each_average_of_the_file_is_in_the_table():
+    classes = {kind for kind in vars(weights_module).values()
+               if isinstance(kind, type) and issubclass(kind, Average) and kind is not Average}
+    assert classes and classes <= set(AVERAGES.values())
 
 
 @pytest.mark.parametrize("name", AVERAGES)
