@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 import os
@@ -110,9 +111,23 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         print(f"left out: {name}, because {reason}")
     if config.left_out and comparison.hint:
         print(comparison.hint)
+    _warn_of_other_search(trained.search_class, config)
     print(behaviour, end="")
     print(f"\n{request.to}  ({config.use.format(request.to)})")
     return 0
+
+
+def _warn_of_other_search(search_class: type | None, config: layout.Bundle) -> None:
+    """Warn if a task evaluates with a search of its own, but its bundle has a kind of sbkit, which has sbkit's search.
+    """
+    if search_class is None or not type(config).__module__.startswith("sbkit."):
+        return
+    if search_class.__module__.startswith("sbkit."):
+        return
+    of_sbkit = [base.__name__ for base in search_class.__mro__
+                if base.__module__.startswith("sbkit.") and not inspect.isabstract(base)]
+    logger.warning("sbkit evaluate --beam searches with %s, the bundle with %s; a kind of bundle of your own can have "
+                   "its decoder", search_class.__name__, of_sbkit[0] if of_sbkit else "sbkit's search for its kind")
 
 
 def _formats(request: ExportRequest, exported: Exported) -> list[str]:

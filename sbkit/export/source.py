@@ -32,6 +32,8 @@ class Trained:
     keys: TaskKeys
     facts: dict[str, Any]
     """Recipe, checkpoint and scores, for config.json."""
+    search_class: type | None = None
+    """The search that an evaluation's ``--beam`` builds; None: there is none."""
 
 
 def open_run(run: str | Path, weights: ChosenWeights = BEST_CHECKPOINT, bundles: Bundles | None = None,
@@ -81,7 +83,8 @@ def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | N
                 break
     exported.forward = functools.partial(_forward, brain)
     parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
-    return Trained(exported, brain.keys, {**facts, "parameters": parameters})
+    search_class = None if brain.transcriber is None else brain.transcriber.decoding.search_class
+    return Trained(exported, brain.keys, {**facts, "parameters": parameters}, search_class)
 
 
 def _forward(brain: Task, signal: Tensor, samples: int) -> Any:  # depends on the task

@@ -29,6 +29,7 @@ import sbkit.infer
 from sbkit.cli import main
 from sbkit.data.audio import read_audio
 from sbkit.data.manifest import Manifest
+from sbkit.decode.beam import BeamSearch
 from sbkit.errors import SbkitError
 from sbkit.export import exported, graph, layout, source
 from sbkit.export.bundle import ExportRequest, export
@@ -323,6 +324,21 @@ def faulty(to, *fault, change=None, formats=None):
     keys = SimpleNamespace(corpus=None, language="")
     return export(ExportRequest(to.parent / "run", to, formats=formats),
                   open_model=lambda: source.Trained(model, keys, {}))
+
+
+class OtherSearch(BeamSearch):
+    """A search of the user's own."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("search_class, warned", [(OtherSearch, True), (BeamSearch, False), (None, False)])
+def test_warns_if_an_evaluation_searches_otherwise_than_the_bundle(tmp_path, caplog, search_class, warned):
+    model = Faulty(graph_bundles.Level(), {"level": ("batch",)}, graph_bundles.RATE, labels=["quiet", "loud"])
+    model.forward = lambda signal, samples: model.graph(signal[None], torch.tensor([samples]))
+    trained = source.Trained(model, SimpleNamespace(corpus=None, language=""), {}, search_class)
+    request = ExportRequest(tmp_path / "run", tmp_path / "b", formats=["onnx"])
+    assert export(request, open_model=lambda: trained) == 0
+    assert ("--beam searches with OtherSearch, the bundle with BeamSearch" in caplog.text) == warned
 
 
 FAULTS = {
