@@ -26,7 +26,8 @@ def share_training(brain: Brain) -> None:
     One exchange or FSDP is around all modules, so ``brain.modules.x`` stays the module itself. With one rank, only
     layers are prepared.
     """
-    trainer, keys = brain.trainer, brain.keys
+    trainer = brain.trainer
+    keys = brain.keys
     if trainer.parallel.exchange is not None:  # of an earlier fit
         trainer.parallel.exchange.close()
     trainer.set_up(Single(trainer.compute))

@@ -117,10 +117,18 @@ class BatchColumns:
         """Return a row's text in a column of labels; empty if a manifest of another corpus lacks a mixture's column."""
         return "" if name in self._tags and name not in manifest.meta else manifest.column(name)[row]
 
-    def labels(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-        """The numbers ``[B]`` of texts by column, for columns with classes."""
-        return {name: torch.tensor([numbers.get(text, -1) for text in texts[name]])
-                for name, numbers in self._numbers.items()}
+    # A batch has its columns from one of these two, which a field of a batch is added to.
+
+    def of_rows(self, texts: Mapping[str, list[str]], signals: Mapping[str, Padded], count: int) -> dict[str, Any]:
+        """Make ``columns`` and ``labels`` of a batch from what was read of its rows, by column.
+
+        count : the rows that are utterances; those behind them fill a shape, and are of the first class
+        """
+        labels: dict[str, Tensor] = {}
+        for name, number_of in self._numbers.items():
+            labels[name] = torch.tensor([number_of.get(text, -1) for text in texts[name]])
+            labels[name][count:] = 0
+        return {"columns": {**texts, **signals}, "labels": labels}
 
     def dummy(self, signals: Tensor, lengths: Tensor, *, noise: bool = False) -> dict[str, Any]:
         """Make valid ``columns`` and ``labels`` for a dummy batch of these signals; with ``noise``, random ones."""

@@ -305,10 +305,10 @@ def _check_recordings(name: str, rows: Rows, decisions: _Decisions, split: str,
     newly_missing = np.intersect1d(decisions.kept, np.flatnonzero(is_missing))
     decisions.missing_beside.update((row, wavs[row]) for row in newly_missing.tolist())
     decisions.leave_out(MISSING, is_missing, lambda row: f"{name}: {wavs[row]}")
-    kept = decisions.kept
+    to_read = decisions.kept
     seconds = np.full(len(rows), np.nan)
-    seconds[kept], causes = read_headers(list(wavs.take(kept)), what=f"{split}: {name}")
-    decisions.details.update((int(kept[i]), f"{name}: {cause}") for i, cause in causes.items())
+    seconds[to_read], causes = read_headers(list(wavs.take(to_read)), what=f"{split}: {name}")
+    decisions.details.update((int(to_read[i]), f"{name}: {cause}") for i, cause in causes.items())
     decisions.leave_out(UNDECODABLE, ~(seconds > 0))
     return seconds
 
@@ -324,11 +324,12 @@ def _check_copies(copies: Copies, rows: Rows, durations: np.ndarray, decisions: 
                   report: SplitReport) -> None:
     """Compare the recordings with those of other splits: training leaves out copies, dev and test only report them."""
     is_train = report.split == "train"
-    kept = decisions.kept
-    originals, causes = copies.search(report.split, rows.ids.take(kept), rows.wavs.take(kept), rows.starts[kept],
-                                      durations[kept], keep=not is_train)
-    original_of = {int(kept[i]): name for i, name in originals.items()}
-    cause_of = {int(kept[i]): cause for i, cause in causes.items()}
+    to_compare = decisions.kept
+    originals, causes = copies.search(
+        report.split, ids=rows.ids.take(to_compare), wavs=rows.wavs.take(to_compare), starts=rows.starts[to_compare],
+        durations=durations[to_compare], keep=not is_train)
+    original_of = {int(to_compare[i]): name for i, name in originals.items()}
+    cause_of = {int(to_compare[i]): cause for i, cause in causes.items()}
     numbers = np.arange(len(rows))
     decisions.leave_out(UNDECODABLE, np.isin(numbers, list(cause_of)), cause_of.__getitem__)
     if is_train:
@@ -344,9 +345,9 @@ def speakers_in(manifest: Manifest) -> int:
     return sum(1 for name in names if name)
 
 
-def _unspoken(rows: Rows, texts: Sequence[str], kept: np.ndarray) -> dict[str, Any]:
+def _unspoken(rows: Rows, texts: Sequence[str], kept_rows: np.ndarray) -> dict[str, Any]:
     """How many of the rows have texts with digits or brackets, and the first of them before and after the rules."""
-    unspoken = np.intersect1d(kept, np.flatnonzero(pc.match_substring_regex(rows.texts.arrow, _UNSPOKEN)))
+    unspoken = np.intersect1d(kept_rows, np.flatnonzero(pc.match_substring_regex(rows.texts.arrow, _UNSPOKEN)))
     if not len(unspoken):
         return {}
     first = int(unspoken[0])

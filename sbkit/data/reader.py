@@ -128,14 +128,11 @@ class Reader(Dataset[Any]):
         lengths = [len(signal) for signal in signals]
         width = self._width(lengths, shape)
 
-        labels = self.columns.labels(rows.texts_of)
-        for numbers in labels.values():
-            numbers[count:] = 0  # as any class
-        columns: dict[str, Any] = dict(rows.texts_of)
+        signals_of: dict[str, Padded] = {}
         for i, name in enumerate(self.columns.signals, 1):
             others = [recordings[i] for recordings in rows.signals]
             sizes = [len(signal) for signal in others]
-            columns[name] = Padded(_pad(others, torch.float32, self._width(sizes, shape)), torch.tensor(sizes))
+            signals_of[name] = Padded(_pad(others, torch.float32, self._width(sizes, shape)), torch.tensor(sizes))
 
         tokens = self._encoded(rows, count)
         padded_tokens = _pad(tokens, torch.int64, shape.tokens if shape else 0)
@@ -145,8 +142,8 @@ class Reader(Dataset[Any]):
             ids=rows.ids, signals=_pad(signals, torch.int16 if is_int16 else torch.float32, width),
             signal_lengths=torch.tensor(lengths), tokens=padded_tokens, beyond_shape=beyond_shape,
             token_lengths=torch.tensor([len(ids) for ids in tokens]), real=torch.arange(len(rows.ids)) < count,
-            texts=rows.texts, columns=columns, labels=labels, damaged=rows.damaged, goes_on=rows.goes_on,
-            samples=sum(lengths[:count]), sample_rate=self.sample_rate, **place,
+            texts=rows.texts, damaged=rows.damaged, goes_on=rows.goes_on, samples=sum(lengths[:count]),
+            sample_rate=self.sample_rate, **place, **self.columns.of_rows(rows.texts_of, signals_of, count),
         )
 
     def _read_rows(self, request: ReadRequest) -> _Rows:

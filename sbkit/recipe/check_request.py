@@ -28,8 +28,8 @@ class CheckRequest:
 
     def option(self, name: str) -> Any:  # of any type
         """The value of a run option; None if the command line doesn't have it."""
-        given = name in getattr(self.run_opts, "overridden_args", ())
-        return getattr(self.run_opts, name, None) if given else None
+        on_command_line = getattr(self.run_opts, "overridden_args", ())
+        return getattr(self.run_opts, name) if name in on_command_line else None
 
     @property
     def device(self) -> torch.device:

@@ -108,10 +108,10 @@ class FlopCounter(TorchDispatchMode):
         """The floating point operations of a call; 0 for what has no formula."""
         if func._overloadpacket is torch.ops.aten.convolution_backward:
             gradient, inputs, weight = args[:3]
-            transposed, wanted = args[7], args[10]
-            # Each gradient that is wanted, of inputs and of weights, has the products of the forward.
-            of_forward: int = conv_flop_count(inputs.shape, weight.shape, gradient.shape, transposed)
-            return sum(wanted[:2]) * of_forward
+            is_transposed = args[7]
+            wanted_gradients = args[10][:2]  # of inputs and of weights: each has the products of the forward
+            of_forward: int = conv_flop_count(inputs.shape, weight.shape, gradient.shape, is_transposed)
+            return sum(wanted_gradients) * of_forward
         formula = self._formulas.get(func._overloadpacket)
         return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
@@ -263,7 +263,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None 
                                                        scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled(DEVICE.type):
         dtype = torch.get_autocast_dtype(DEVICE.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sbkit.nn.peek import Peek
-from sbkit.train.step import StepResult
+from sbkit.train.step import COUNT, TOTAL, StepResult
 
 #: What any rank may ask for with a step, so that all ranks do it at the same step: to stop, to save, and to agree anew
 #: on the parameters whose gradients are exchanged.
@@ -49,8 +49,8 @@ class _Arriving:
 
     def total_and_count(self) -> tuple[float, float]:
         """Return the loss, summed, and its count; waits for the copy."""
-        total, count = self.values.numpy().tolist()[_BY_UPDATE:_BY_UPDATE + 2]
-        return total, count
+        sums = self.values.numpy().tolist()[_BY_UPDATE:]
+        return sums[TOTAL], sums[COUNT]
 
 
 @dataclass

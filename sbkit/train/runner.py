@@ -23,7 +23,7 @@ from sbkit.train.hooks import Hooks
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.precision import Unscaled
 from sbkit.train.results import step_values
-from sbkit.train.step import Loss, row_of
+from sbkit.train.step import COUNT, TOTAL, Loss, row_of
 from sbkit.train.update import gradients, update, write_rates
 
 Rates = Sequence[Sequence[Tensor] | None]  # the tensors of learning rates of each optimizer, see ``update.write_rates``
@@ -82,7 +82,7 @@ class Eager:
             raise SbkitError("the loss depends on no trainable parameter", hint="freeze and detach less")
         self.times.mark("loss")
         row, names = row_of(loss, self.device)
-        self.precision.begin(row[1])
+        self.precision.begin(row[COUNT])
         with equality.zeroed(self.hooks.modules) if _is_dummy(loss) else contextlib.nullcontext():
             self.precision.scaled(loss.total).backward()
         self.times.mark("backward")
@@ -118,8 +118,9 @@ class Eager:
         One factor multiplies all gradients: it divides by the count of the whole step, removes the loss scale, and
         clips.
         """
-        count = sums[1]
-        counted, finite = count > 0, torch.isfinite(sums[0])
+        count = sums[COUNT]
+        counted = count > 0
+        finite = torch.isfinite(sums[TOTAL])
         factor = torch.where(counted, self.parallel.divided_by / count, torch.zeros_like(count))
         max_norm = self.hooks.settings.max_grad_norm
         norm, unchanged = update(optimizers, self.precision.unscaled(factor), max_norm, finite & counted, rates)
@@ -171,7 +172,7 @@ class GradientsOnly(Eager):
     updates = 0
 
     def update(self, sums: Tensor) -> Tensor:
-        norm = skipped = torch.zeros_like(sums[0])
+        norm = skipped = torch.zeros_like(sums[TOTAL])
         return step_values(norm, skipped, self.precision.scales(), sums)
 
 

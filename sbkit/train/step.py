@@ -75,6 +75,10 @@ class Computed(NamedTuple):
     loss: Loss
 
 
+#: Where a row has the loss, summed, and its count; see ``row_of``.
+TOTAL, COUNT = 0, 1
+
+
 def row_of(loss: Loss, device: torch.device) -> tuple[torch.Tensor, list[str]]:
     """Return a loss, its count, then sum and count of each extra, as one tensor on the device, and the extras' names.
 

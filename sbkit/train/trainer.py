@@ -361,7 +361,7 @@ class Trainer:
 
     def fits(self, batch: MicroBatch) -> bool:
         """Return whether forward and backward of a micro-batch fit into memory, beside the optimizer's states."""
-        return largest.fits(batch, self.hooks, self.parallel, self.device)
+        return largest.fits_into_memory(batch, self.hooks, self.parallel, self.device)
 
     # ------------------------------------------------------------ what the host learns of steps
 

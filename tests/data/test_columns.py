@@ -182,6 +182,26 @@ def test_rows_whose_further_recording_is_missing_are_prepared_again_only_when_it
     assert f"{recording} was left out and has appeared" in caplog.text
 
 
+def kinds_of_columns(held):
+    """The type of each column and label of a batch by name; of tensors also their types of numbers and dimensions."""
+    kinds = {}
+    for field, by_name in held.items():
+        for name, value in by_name.items():
+            tensors = value if isinstance(value, Padded) else [value]
+            kinds[field, name] = type(value), *((tensor.dtype, tensor.dim()) for tensor in tensors
+                                                if isinstance(tensor, torch.Tensor))
+    return kinds
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_a_dummy_batch_has_all_columns_of_a_batch_that_was_read(manifest, noise):
+    """The check sees only the one, and training mostly the other."""
+    read = next(iter(loader(manifest).at(1)))
+    dummy = BatchColumns(DECLARED, KEYS).dummy(read.signals, read.signal_lengths, noise=noise)
+    assert {name for _, name in kinds_of_columns(dummy)} == set(DECLARED)
+    assert kinds_of_columns(dummy) == kinds_of_columns({field: getattr(read, field) for field in dummy})
+
+
 @pytest.mark.parametrize("augment", [None, Augment([SpeedPerturb([0.8, 1.1]), Crop(0.4), Gain()])])
 def test_an_aligned_signal_is_cut_and_sped_up_as_its_recording_is(manifest, augment):
     """The clean recordings here have the samples of the others, so that each batch must have the same twice."""

@@ -136,7 +136,8 @@ def test_batches_say_which_corpus_and_language_each_row_is_of(two, tmp_path):
         assert next(iter(test)).columns["corpus"] == [""], "another corpus has none"
     assert set(columns.dummy(batches[0].signals, batches[0].signal_lengths)["columns"]) == {"corpus", "language"}
     numbered = BatchColumns({"language": LabelColumn("languages")}, Keys(mixture))
-    assert numbered.labels({"language": ["en", "cs", "de"]})["language"].tolist() == [1, 0, -1]
+    labels = numbered.of_rows({"language": ["en", "cs", "de", ""]}, {}, count=3)["labels"]
+    assert labels["language"].tolist() == [1, 0, -1, 0]  # the last one fills a shape
 
 
 def test_a_row_that_comes_twice_in_a_pass_is_augmented_in_two_ways(two, tmp_path):

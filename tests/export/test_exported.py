@@ -159,7 +159,7 @@ def test_a_classifier_is_compared_with_its_own_column_and_not_with_transcripts(t
     corpus.prepare(show_progress=False, columns=columns)
     task = SimpleNamespace(
         columns=columns, keys=SimpleNamespace(accents=accents, corpus=corpus), modules=torch.nn.ModuleDict(),
-        hparams=SimpleNamespace(), recogniser=None, exported=lambda run: made(labels=accents))
+        hparams=SimpleNamespace(), transcriber=None, exported=lambda run: made(labels=accents))
     exported = source.of_brain(task, tmp_path, {}).exported
     clips = exported.clips(corpus, 4)
     right = {clip.signal.tobytes(): clip.text for clip in clips.alone}

@@ -104,21 +104,21 @@ class RunFinding(NamedTuple):
 def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFinding]:
     """List what stands out in a run, the most important first."""
     forgot = _forgot(run)
-    found = [*_warnings(run), *forgot, *_training(run), *_lost_data(run)]
+    all_findings = [*_warnings(run), *forgot, *_training(run), *_lost_data(run)]
     results = run.results
     if results is not None and results.characters.rate >= _RECOGNISES_NOTHING:
         if not run.warnings:  # otherwise one of training reports it already
-            found.append(RunFinding(
+            all_findings.append(RunFinding(
                 _RECOGNISES_NOTHING_WEIGHT,
                 f"The model recognises almost nothing: CER {rate(results.characters.rate, 1)}",
                 "At such a rate it says little which words are wrong. Check whether the model has learnt (the curves), "
                 "and whether language, alphabet and recordings of the test match the training data.", "curves"))
     elif results is not None and results.edits.sum():
-        found += _labels(results, suspects)
-        found += _groups(results, covered_parts={OLD} if forgot else ())
-        found += _kinds_of_errors(results)
-        found += _words(run, results)
-    return sorted(found, key=lambda finding: -finding.weight)[:MAX_FINDINGS]
+        all_findings += _labels(results, suspects)
+        all_findings += _groups(results, covered_parts={OLD} if forgot else ())
+        all_findings += _kinds_of_errors(results)
+        all_findings += _words(run, results)
+    return sorted(all_findings, key=lambda finding: -finding.weight)[:MAX_FINDINGS]
 
 
 def _warnings(run: RunData) -> Iterator[RunFinding]:

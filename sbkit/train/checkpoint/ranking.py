@@ -55,9 +55,10 @@ def _goodness(meta: Mapping[str, Any], metric: str, higher_is_better: bool) -> t
 def obsolete(rankings: Iterable[Sequence[Checkpoint]], number_to_keep: int) -> list[Checkpoint]:
     """Return the checkpoints that are in none of several rankings among the first ``number_to_keep``."""
     rankings = list(rankings)
-    kept = {checkpoint.path for ranking in rankings for checkpoint in ranking[:number_to_keep]}
-    return list({checkpoint.path: checkpoint for ranking in rankings for checkpoint in ranking
-                 if checkpoint.path not in kept}.values())
+    paths_to_keep = {checkpoint.path for ranking in rankings for checkpoint in ranking[:number_to_keep]}
+    obsolete_by_path = {checkpoint.path: checkpoint for ranking in rankings for checkpoint in ranking
+                        if checkpoint.path not in paths_to_keep}
+    return list(obsolete_by_path.values())
 
 
 def unknown_key(keys: Iterable[str | None], metas: Sequence[Mapping[str, Any]], folder: object

@@ -75,6 +75,8 @@ class Captured:
         release(self.device)
         if ranks.is_main():
             logger.info("Steps are not captured as CUDA graphs: %s", reason)
+        elif phase is Phase.STOPPED:  # perhaps this rank alone, which then is slower than the others
+            logger.info("Steps of rank %d are not captured as CUDA graphs: %s", ranks.rank(), reason)
 
     # ------------------------------------------------------------ micro-steps
 

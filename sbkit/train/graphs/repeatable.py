@@ -82,10 +82,12 @@ class HostState:
 
     def refuse_changes(self, before: HostState) -> None:
         """Raise ``NotRepeatable`` if a step has changed any of it since ``before``, as a replay would not."""
-        now, then = self._values, before._values
-        changed = [name for name, owner in dict.fromkeys([*then, *now])
-                   if (name, owner) not in then or (name, owner) not in now
-                   or then[name, owner][0] != now[name, owner][0]]
+        changed = []
+        for key in dict.fromkeys([*before._values, *self._values]):
+            in_both = key in before._values and key in self._values
+            if not in_both or before._values[key][0] != self._values[key][0]:
+                name, _ = key
+                changed.append(name)
         if changed:
             raise NotRepeatable(f"a step changes {', '.join(changed[:3])}, and a replay would not")
 

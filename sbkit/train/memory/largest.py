@@ -23,7 +23,7 @@ def refuse_too_large(batches: Iterable[Batch], fits: Callable[[MicroBatch], bool
 
     All ranks try the largest of any rank, so they decide alike.
 
-    fits : tries a micro-batch, see ``fits``
+    fits : whether a micro-batch fits on this rank, see ``fits_into_memory``
     """
     for batch in batches:
         problem = f"out of memory on {device} with the run's largest micro-batch: {len(batch.ids)} utterances, " \
@@ -52,7 +52,7 @@ def _fits_everywhere(batch: MicroBatch, fits: Callable[[MicroBatch], bool], prob
     return not ranks.any_of({"failed": not fits_here})["failed"]
 
 
-def fits(batch: MicroBatch, hooks: Hooks, parallel: Single, device: torch.device) -> bool:
+def fits_into_memory(batch: MicroBatch, hooks: Hooks, parallel: Single, device: torch.device) -> bool:
     """Return whether forward and backward of a micro-batch fit into memory, beside the optimizer's states.
 
     Nothing that training depends on is changed.
