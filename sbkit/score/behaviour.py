@@ -17,7 +17,8 @@ from sbkit.data.audio import resample
 from sbkit.data.augment import ApplyCodec, add_noise
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Table
-from sbkit.score.significance import interval_in_text
+from sbkit.score.significance import MIN_UTTERANCES, interval_in_text
+from sbkit.system.console import counted
 
 #: Of non-speech, root mean square in decibels below full scale.
 LEVELS = (-20, -45, -80)
@@ -29,6 +30,7 @@ TIMES = 3
 _SNRS = (20, 10, 5, 0, -5)
 _SPEEDS = (0.8, 0.9, 1.1, 1.2)
 _WORST = 10  # recordings of the user's noises that are named
+_UNKNOWN = "–"  # an interval in a table, explained once below it
 _PAUSE = 3.0  # seconds of a quiet room before and after an utterance
 
 
@@ -194,12 +196,21 @@ def _speech_table(rates_by_change: Mapping[str, ErrorRates], how: str) -> tuple[
     """The table of the error rates of changed utterances, and its figures."""
     figures = {}
     rows = []
+    has_unknown = False
     for name, rates in rates_by_change.items():
         figures[f"behaviour.{name.replace(' ', '_')}"] = rates.rate
-        rows.append([name, f"{rates.rate:.2f}", interval_in_text(rates)])
+        interval = _UNKNOWN
+        if len(rates) >= MIN_UTTERANCES:
+            interval = interval_in_text(rates)
+        else:
+            has_unknown = True
+        rows.append([name, f"{rates.rate:.2f}", interval])
+
     count = len(next(iter(rates_by_change.values())))
-    return Table("The same utterances, changed", ["speech", "WER %", "95 % interval"], rows,
-                 f"{count} utterances of the test set{how}."), figures
+    remark = f"{counted(count, 'utterance')} of the test set{how}."
+    if has_unknown:
+        remark += f" {_UNKNOWN}: unknown, because there are fewer than {MIN_UTTERANCES} utterances."
+    return Table("The same utterances, changed", ["speech", "WER %", "95 % interval"], rows, remark), figures
 
 
 def words_in_noises(paths: Sequence[str], seconds: Sequence[float], texts: Sequence[str]) -> Table | None:

@@ -185,7 +185,7 @@ def test_its_readme_says_what_it_writes_where_nobody_speaks(made):
     words = config["trained"]["behaviour"]["behaviour.silence"]
     assert "## Hallucinated words per minute on non-speech" in readme
     assert re.search(rf"\| all \|.*\| {words:.1f} \|", readme)
-    assert re.search(r"\| as recorded \| [\d.]+ \| unknown, fewer than 10 utterances \| █* \|", readme)
+    assert re.search(r"\| as recorded \| [\d.]+ \| – \| █* \|", readme)
     assert config["files"]["README.md"] == layout.fingerprint(made / "README.md")
 
 

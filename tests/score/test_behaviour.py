@@ -70,6 +70,15 @@ def test_wrong_words_are_rated_by_what_was_changed():
     assert "with hot words" in found.tables[0].remark
 
 
+@pytest.mark.parametrize(("utterances", "explained"), [(3, True), (10, False)])
+def test_a_table_explains_its_unknown_intervals_once(utterances, explained):
+    trials = [BatteryClip(name, None, np.zeros(1), "a b") for name in ("telephone", "joined")] * utterances
+    trials.append(BatteryClip("hum", -20, np.zeros(RATE)))
+    table = Behaviour.of(trials, ["a b"] * 2 * utterances + [""], RATE).tables[1]
+    assert [row[2] for row in table.rows] == ["–" if explained else "0.00 to 0.00"] * 2
+    assert ("–: unknown, because there are fewer than 10 utterances." in table.remark) is explained
+
+
 def test_noises_with_words_in_them_are_named_the_worst_first():
     found = words_in_noises(["a.wav", "b.wav", "c.wav"], [10.0, 5.0, 10.0], ["one", "", "three of them"])
     assert found.rows == [["c.wav", "18.0", "three of them"], ["a.wav", "6.0", "one"]]

@@ -343,7 +343,9 @@ def where(results: ScoredRun, other: ScoredRun | None) -> Section:
     """Show WER by duration, by the model's confidence, by the corpus's metadata, and by speaker."""
     durations, values, speakers, alike = groups.breakdown(results)
     before = None if other is None else groups.breakdown(other)
-    note = "Dashed line: this run's whole test set. Whiskers: 95 % interval."
+    note = "Dashed line: this run's whole test set."
+    if any(group.low is not None for group in durations):
+        note += " Whiskers: 95 % interval."
     blocks: list[Markup | Section] = [charts.bars("By duration", durations, note, results.words.rate)]
     by_confidence = groups.by_confidence(results)
     if by_confidence:

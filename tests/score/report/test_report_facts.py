@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sbkit.score import utterances
 from sbkit.score.old_set import OldSet
-from sbkit.score.report import charts, groups
+from sbkit.score.report import charts, groups, sections
 from sbkit.score.report.charts import Series
 from sbkit.score.report.data import ScoredRun, read
 from sbkit.score.report.findings import SuspectLabel, findings, suspects
@@ -39,6 +39,14 @@ def test_groups_hold_every_utterance_once(results):
         assert sum(group.edits for group in found) == results.edits.sum()
         for group in found:
             assert group.low is None or group.low <= group.rate <= group.high
+
+
+@pytest.mark.parametrize(("count", "drawn"), [(8, False), (200, True)])
+def test_explains_whiskers_only_if_there_are_some(count, drawn):
+    section = sections.where(ScoredRun(run_folders.scored(count)), None)
+    page = "".join(str(block) for block in section["blocks"])
+    assert ('class="whisker"' in page) is drawn
+    assert ("Whiskers: 95 % interval." in page) is drawn
 
 
 def test_a_column_that_divides_as_another_is_named_with_it():
