@@ -169,16 +169,17 @@ def _check_built(root: Node, findings: Findings, report: Report, request: CheckR
         if "modules" in root.value:
             parts.check_named(built, torch.nn.ModuleDict(), False, findings)
             report.notes.append("modules, devices, shapes and cost: the modules could not be built")
-        _check_without_modules(built, findings, request)
+        _check_without_modules(built, findings, report, request)
 
 
-def _check_without_modules(built: Built, findings: Findings, request: CheckRequest) -> None:
+def _check_without_modules(built: Built, findings: Findings, report: Report, request: CheckRequest) -> None:
     """Check what a run of a task reads and writes, which needs no model: so all mistakes are reported at once."""
     without_brain = trace.Trace(built)
     task = without_brain.task
     if task is None:  # only a script knows what it reads
         return
     task.check_start(without_brain, findings)
+    report.notes += without_brain.unchecked
     corpus_check.check_corpus(built, task, findings, request)
     _check_files(built, findings, request)
     _check_output(built, findings, request)
@@ -205,6 +206,7 @@ def _check_with_modules(built: Built, modules: dict[str, torch.nn.Module], findi
     if traced.task is not None:
         traced.task.check_outputs(traced, findings)
         start = traced.task.check_start(traced, findings)
+        report.notes += traced.unchecked
         _check_optimizer(traced, findings)
 
     corpus_check.check_corpus(built, traced.task, findings, request)

@@ -84,6 +84,8 @@ class Trace:
         self.complete = False
         self.note = ""
         """Why the forward ended early, if that isn't a mistake."""
+        self.unchecked: list[str] = []
+        """What the task could not check, for the report's notes."""
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """The shape of the output of the object under a key; None if it wasn't called."""

@@ -127,7 +127,7 @@ def _stages(lines: Sequence[Line], findings: Sequence[Line], report: Report, cou
             stage = line.get("stage", stage)
             if "skip" in line:
                 skipped[_report_stage(launch, stage)] = line["skip"]
-    failed = {finding["stage"] for finding in findings}
+    failed = {finding["stage"] for finding in findings if finding["severity"] == ERROR}
     if any(line["report"]["errors"] for line in lines if "report" in line):
         failed.add("check")
 

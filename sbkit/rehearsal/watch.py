@@ -6,6 +6,7 @@ Each process appends lines of JSON to its diary, so they are known even if it ha
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import linecache
 import pickle
@@ -23,12 +24,13 @@ from typing import Any
 import speechbrain
 import torch
 from speechbrain.core import Stage
+from torch.optim import Optimizer
 
 from sbkit.compat.brain import Brain
 from sbkit.errors import SbkitError, first_line
 from sbkit.recipe import flops
-from sbkit.recipe.report import ERROR, Finding
-from sbkit.train import graphs
+from sbkit.recipe.report import ERROR, WARNING, Finding
+from sbkit.train import graphs, update
 from sbkit.train.batches import MicroBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
@@ -69,9 +71,9 @@ class Diary:
             self.write("stage", stage)
 
     def report(self, code: str, location: tuple[str, int], message: str, suggestion: str, *, key: str = "",
-             ends: bool = False) -> None:
+             ends: bool = False, severity: str = ERROR) -> None:
         """Write a finding; ``ends``: whether it ends the launch."""
-        finding = Finding(ERROR, code, *location, key, message, suggestion)
+        finding = Finding(severity, code, *location, key, message, suggestion)
         self.write("finding", asdict(finding) | {"stage": self.stage, "ends": ends})
 
     def add_error(self, error: BaseException) -> None:
@@ -126,6 +128,7 @@ class Watch:
         self.on_step: Callable[[int, int], None] = lambda epoch, step: None
         self._waits: list[tuple[tuple[str, int], int]] = []  # locations, each with the steps done by then
         self._counted = 0
+        self._optimizers: list[Optimizer] = []
         call_around(Brain, "__init__", after=lambda brain, *a, **k: setattr(diary, "brain", brain))
         call_around(flops, "operations_per_second", lambda *a, **k: diary.begin_stage("count of FLOPs"),
                     lambda *a, **k: diary.begin_stage("start"))
@@ -142,6 +145,7 @@ class Watch:
         self.steps = 0
 
     def _count_step(self, trainer: Trainer) -> None:
+        self._optimizers = trainer.hooks.all_optimizers()
         self.steps += 1
         self.diary.write("step", self.steps)
         if self.diary.launch == "train" and self.epoch == 1:
@@ -189,10 +193,30 @@ class Watch:
         waits = Counter(location for location, steps in self._waits if steps < self.steps).most_common()
         self.diary.write("figures", {"waits": [[*location, count / counted] for location, count in waits]})
         for location, count in waits:
-            if count >= counted:
+            if count < counted:
+                continue
+            waiting = [] if location[0] != update.__file__ else [
+                optimizer for optimizer in self._optimizers if not update.skips_itself(optimizer)]
+            for optimizer in waiting:
+                self._report_optimizer(optimizer)
+            if not waiting:
                 self.diary.report("wait", location, f"the host waits for the GPU {count / counted:.3g} times a step: "
                                   f"{linecache.getline(*location).strip() or 'in torch, in a backward'}",
                                   "keep the value on the device, or read it a step later")
+
+    def _report_optimizer(self, optimizer: Optimizer) -> None:
+        """Warn of an optimizer for which the host must read whether to step: a run says so, too, and goes on."""
+        name = type(optimizer).__name__
+        try:
+            location = inspect.getsourcefile(type(optimizer)) or "", inspect.getsourcelines(type(optimizer))[1]
+        except OSError:  # typed in a shell
+            location = "", 0
+        if not _is_own(location[0]):
+            location = "", 0
+        self.diary.report("wait", location, f"{name} can't skip a step by itself, so the host waits for the GPU in each "
+                          "step", "AdamW, Adam and SGD of torch avoid this, and so does a class of your own as "
+                          'docs/how-to/extend.md has it under "An optimizer that skips steps by itself"',
+                          key="opt_class", severity=WARNING)
 
     def _report_growth(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Report lines whose tensors of each step are still alive."""

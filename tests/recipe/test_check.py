@@ -31,6 +31,12 @@ def test_names_a_missing_source_of_weights_once(tmp_path):
     assert keys_of_errors(SMALL, {**overrides, "Transformer": {"nhead": 3}}) == ["Transformer.nhead", "init_from"]
 
 
+def test_says_that_a_source_that_may_be_on_the_hub_is_not_looked_up_for_a_model_that_cannot_be_built():
+    report = check(SMALL, {"init_from": "results_of_nobody/missing", "Transformer": {"nhead": 3}})
+    assert [error.key for error in report.errors] == ["Transformer.nhead"]
+    assert any(note.startswith("init_from: results_of_nobody/missing") for note in report.notes)
+
+
 def test_needs_no_source_of_weights_once_the_run_has_a_checkpoint(tmp_path):
     (tmp_path / "save" / "CKPT+2026").mkdir(parents=True)
     overrides = {"Transformer": {"nhead": 3}, "init_from": str(tmp_path / "gone"), "output_folder": str(tmp_path)}

@@ -65,6 +65,20 @@ class Lazy(Spotter):
         return found
 
 
+class Plain(torch.optim.Optimizer):  # unfused
+    """An optimizer of a user's own, which can't skip a step by itself."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
 class Untraceable(torch.nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -187,6 +201,15 @@ def test_waits_growth_and_an_operation_that_cannot_be_exported_are_named(rehears
                for error in report["errors"])
     assert stages(report)["steps"] == stages(report)["export"] == "failed"
     assert stages(report)["test"] == stages(report)["kill and resume"] == "ok"
+
+
+def test_warns_of_an_optimizer_for_which_the_host_waits(rehearse):
+    report = rehearse("spotter.yaml", "--opt_class", "!name:faults.Plain {lr: 0.001}", code=0, cards="H100")
+    [warning] = [warning for warning in report["warnings"] if warning["code"] == "wait"]
+    assert warning["key"] == "opt_class" and "Plain" in warning["message"]
+    assert "# unfused" in FAULTS.splitlines()[warning["line"] - 1] and warning["file"].endswith("faults.py")
+    assert "docs/how-to/extend.md" in warning["suggestion"]
+    assert stages(report)["steps"] == "ok"
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from speechbrain.utils.checkpoints import CKPT_PREFIX
 from sbkit.errors import SbkitError
 from sbkit.nn import adapters
 from sbkit.nn.pretrained import Encoder
-from sbkit.nn.pretrained.source import names_model
+from sbkit.nn.pretrained.source import is_folder, names_model
 from sbkit.recipe.keys import Task
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.report import Section
@@ -237,7 +237,11 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
         return None  # it clashes with another key, or is reported as wrong
     try:
         if trace.brain is None:
-            if not names_model(keys.init_from):  # one on the hub would be downloaded for a run that can't start
+            if names_model(keys.init_from) and not is_folder(keys.init_from):
+                # It would be downloaded for a run that can't start.
+                trace.unchecked.append(f"init_from: {keys.init_from} is no folder here, so it names a model of the "
+                                       "Hugging Face Hub, which is looked up once the model can be built")
+            else:
                 _find_source(keys)
             return None
         description, outcomes = check(keys, trace.brain)
