@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before a library does so, with the logger's name in front; what a library tells by itself isn't told twice.
     handler = logging.StreamHandler()
     handler.addFilter(lambda told: told.name == "root" or not logging.getLogger(told.name.partition(".")[0]).handlers)
+    handler.addFilter(console.TerminalFilter())
     logging.basicConfig(format="%(message)s", handlers=[handler])
     # Where other work has a core, threads of torch would wait for each other in loops that keep that one from going on:
     # training took 12 times as long.
@@ -65,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in argv and argv[0] != "train":  # there it is SpeechBrain's option for a few batches
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # every rank has the same error; one reports it
-            console.write_error(f"error: {error}")
+            console.write_error(f"{error.prefix}{error}")
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's report ends with what it says
-            text = f"error: {error}"
+            text = f"{error.prefix}{error}"
             extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
             with contextlib.suppress(OSError):  # the error itself may be a full disk
                 Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")

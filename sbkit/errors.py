@@ -48,6 +48,8 @@ class SbkitError(Exception):
     """
 
     exit_code = 2
+    #: What a line with it begins with on the screen.
+    prefix = "error: "
 
     def __init__(self, message: str, *, hint: str | None = None, exit_code: int | None = None):
         message, hint = printable(message), None if hint is None else printable(hint)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from sbkit.cli import COMMANDS, main
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments
 from sbkit.runs.lock import RunLock
+from sbkit.train.signals import Stopped
 
 ROOT = Path(__file__).parents[1]
 
@@ -165,6 +167,7 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
         "export nowhere --to x --target mine": "nowhere does not exist",
         "evaluate nowhere": "nowhere does not exist; name the output_folder of a run",
         "evaluate . --lm nowhere": "nowhere: there is no such language model",
+        "evaluate . --lm {root}": "is a folder, and a language model is a file in ARPA's format; name the file",
         "evaluate . --hot-word @nowhere": "nowhere cannot be read: ",
         "evaluate . --recogniser nowhere": "nowhere does not exist; make one by sbkit export",
         "evaluate . --data_folder nowhere": "nowhere: no such file or folder",
@@ -186,6 +189,26 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
     told = re.split(r"ended (\d) (\w+)\n", done.stderr)[:-1]
     for each, message, code, torch in zip(wrong, told[::3], told[1::3], told[2::3], strict=True):
         assert (wrong[each] in message, code, torch) == (True, "2" if wrong[each] else "0", "False"), (each, message)
+
+
+def test_who_stops_a_run_is_not_told_of_an_error(monkeypatch, capsys):
+    def stop(argv):
+        raise Stopped.by(signal.SIGINT, "step 3", Path("save/CKPT+x"))
+
+    monkeypatch.setattr("sbkit.cli.dispatch", stop)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err.startswith("stopped by SIGINT after step 3, checkpoint saved at save/CKPT+x")
+
+
+def test_a_command_shows_warnings_of_libraries_but_not_what_they_log():
+    script = ("import logging\nimport sbkit.cli\ndef log(argv):\n"
+              "    for name in ('sbkit.runs', 'speechbrain.core'):\n"
+              "        logger = logging.getLogger(name)\n        logger.setLevel(logging.INFO)\n"
+              "        logger.info('info of %s', name)\n        logger.warning('warning of %s', name)\n    return 0\n"
+              "sbkit.cli.dispatch = log\nsbkit.cli.main(['export'])\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stderr.splitlines() == ["info of sbkit.runs", "warning of sbkit.runs", "warning of speechbrain.core"]
 
 
 @pytest.mark.slow

@@ -210,7 +210,7 @@ class Corpus:
             ready = self._read_ready(source, fingerprint)
             self._reused = ready is not None and set(needed) <= set(ready)
             if ready is not None and self._reused:
-                logger.info("corpus %s: already prepared in %s", source.where, self.folder)
+                logger.info("the corpus is already prepared in %s", self.folder)  # its table names the source
                 return ready
             self._check_unprotected()
             try:

@@ -70,6 +70,9 @@ def check_exists(path: str | Path) -> None:
     """Refuse a model that isn't there, without reading it."""
     if not Path(path).exists():
         raise SbkitError(f"{path}: there is no such language model", hint="sbkit lm estimates one from text")
+    if Path(path).is_dir():
+        raise SbkitError(f"{path} is a folder, and a language model is a file in ARPA's format",
+                         hint="name the file, such as words.arpa or words.arpa.gz; sbkit lm estimates one from text")
 
 
 def read(path: str | Path) -> NGram:

@@ -180,7 +180,7 @@ def layer_shares(brain: Task, counter: FlopCounter) -> str:
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
             others.append(f"{largest}{more} ({kind}) {100 * share:.0f} %")
     ours = f"sbkit's layers compute {100 * counter.by_layer[None] / total:.0f} % of a forward's FLOPs"
-    return f"{ours}; run as SpeechBrain, torch or you wrote them: {', '.join(others)}" if others else ours
+    return f"{ours}, and layers of SpeechBrain, torch or your own: {', '.join(others)}" if others else ours
 
 
 def _names_of_layers(brain: Task) -> dict[nn.Module, str]:

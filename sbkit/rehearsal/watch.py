@@ -213,10 +213,10 @@ class Watch:
             location = "", 0
         if not _is_own(location[0]):
             location = "", 0
-        self.diary.report("wait", location, f"{name} can't skip a step by itself, so the host waits for the GPU in each "
-                          "step", "AdamW, Adam and SGD of torch avoid this, and so does a class of your own as "
-                          'docs/how-to/extend.md has it under "An optimizer that skips steps by itself"',
-                          key="opt_class", severity=WARNING)
+        message = f"{name} can't skip a step by itself, so the host waits for the GPU in each step"
+        remedy = ("AdamW, Adam and SGD of torch avoid this, and so can a class of your own: docs/how-to/extend.md, "
+                  '"An optimizer that skips steps by itself"')
+        self.diary.report("wait", location, message, remedy, key="opt_class", severity=WARNING)
 
     def _report_growth(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Report lines whose tensors of each step are still alive."""

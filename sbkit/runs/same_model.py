@@ -16,6 +16,7 @@ from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 from sbkit.recipe.values import static
 from sbkit.runs.initial import checkpoints_of
+from sbkit.runs.start_guard import changed_since, in_words
 from sbkit.score.run_files import BEFORE_START, RECIPE
 from sbkit.train.checkpoint.files import CheckpointError, readable_checkpoints
 from sbkit.train.checkpoint.state import differences, hook_for, other_model, read_state
@@ -48,9 +49,13 @@ def check_checkpoints(trace: Trace, findings: Findings, sized_by_corpus: Sequenc
         differing = _differences(module, saved, sizes)
         if differing:
             error = other_model(name, path, differing)
+            message = error.message
+            changes = in_words(changed_since(Path(output), trace.built.root))
+            if changes:  # as training says it
+                message = f"the checkpoints in {output} are of another model; what has changed: {'; '.join(changes)}"
             node = trace.built.nodes["output_folder"]
             node = node.source or node
-            findings.error("other-model", node.place, node.key if node.place.line else f"--{node.key}", error.message,
+            findings.error("other-model", node.place, node.key if node.place.line else f"--{node.key}", message,
                            error.hint or "")
             return
 

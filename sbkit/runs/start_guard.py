@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sbkit.errors import SbkitError
@@ -65,14 +65,8 @@ class StartGuard:
             return {}
 
     def changes(self) -> list[str]:
-        """Short descriptions of the ``changed`` values, at most ten; keys with the same change share one."""
-        keys: dict[tuple[str, str], list[str]] = {}
-        for key, change in self.changed().items():
-            keys.setdefault(change, []).append(key)
-        lines = [f"{_short(', '.join(keys_of_change))}: {_short(before)} -> {_short(now)}"
-                 for (before, now), keys_of_change in keys.items()]
-        more = len(lines) - _MAX_CHANGES
-        return lines if more <= 0 else [*lines[:_MAX_CHANGES], f"and {more} more"]
+        """Descriptions of the ``changed`` values; see ``in_words``."""
+        return in_words(self.changed())
 
     def __enter__(self) -> StartGuard:
         if self._here:
@@ -102,6 +96,17 @@ class StartGuard:
         if self._here and (self.restores or kind is not None):
             restore_previous(self.folder)
         self.begins()
+
+
+def in_words(changed: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Short descriptions of changed values of a recipe, at most ten; keys with the same change share one."""
+    keys: dict[tuple[str, str], list[str]] = {}
+    for key, change in changed.items():
+        keys.setdefault(change, []).append(key)
+    lines = [f"{_short(', '.join(keys_of_change))}: {_short(before)} -> {_short(now)}"
+             for (before, now), keys_of_change in keys.items()]
+    more = len(lines) - _MAX_CHANGES
+    return lines if more <= 0 else [*lines[:_MAX_CHANGES], f"and {more} more"]
 
 
 def changed_since(folder: Path, tree: Node) -> dict[str, tuple[str, str]]:

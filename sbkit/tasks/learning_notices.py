@@ -271,7 +271,8 @@ class LearningNotices:
                 "labels that are too long for their audio"]
 
     def _lower_rate(self) -> list[str]:
-        """Advise a third of the highest learning rate so far, and twice the warm-up."""
+        """Advise a third of the highest learning rate so far, and twice the warm-up if that is half of the run at most.
+        """
         schedule, reached = self.setup.schedule, self._highest_rate
         if schedule is None or not reached:
             return ["a third of the learning rate, and a longer warm-up"]
@@ -280,4 +281,5 @@ class LearningNotices:
         option = "--schedule.max_lr_at_chance" if held else self.setup.option("lr", "schedule.peak")
         lower = f"a third of the learning rate: {option} {reached / 3:.2g} (it has reached {reached:.2g})"
         steps = max(150, 2 * round(schedule.warmup_end()[0]))
-        return [lower] if held else [lower, f"a longer warm-up: --schedule.warmup {steps}"]
+        too_long = 0 < self.setup.planned < 2 * steps
+        return [lower] if held or too_long else [lower, f"a longer warm-up: --schedule.warmup {steps}"]

@@ -51,6 +51,7 @@ class Stopped(SbkitError, SystemExit):
     """
 
     exit_code = 128 + signal.SIGTERM
+    prefix = ""  # who stops a run has made no mistake
 
     @property
     def code(self) -> int:  # type: ignore[override]  # where Python looks for it, which no pickle would keep

@@ -305,7 +305,7 @@ class Trainer:
         limit = self.settings.step_limit
         thaws_at = self.freezing.next_change
         if limit is not None and state.optimizer_step >= limit:
-            logger.info("Train iteration limit exceeded")
+            logger.info("Training ends, because the run has taken the %d steps of optimizer_step_limit", limit)
             return False
         if thaws_at is not None and state.optimizer_step >= thaws_at:
             self.freezing.update(state.optimizer_step)

@@ -102,5 +102,5 @@ def test_whatever_ends_a_start_in_its_preparation_the_run_keeps_its_recipe_and_c
     assert refused.returncode == 1 and own(folder) == before, refused.stderr
     ended = program(start, str(folder), data, "after the manifests", str(int(signal.SIGTERM)), "--no-check")
     assert ended.returncode == 143 and "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1] == "error: stopped by SIGTERM; run the same command to continue"
+    assert ended.stderr.splitlines()[-1] == "stopped by SIGTERM; run the same command to continue"
     assert own(folder) == before and not list(folder.glob(".before*"))

@@ -100,6 +100,6 @@ def test_the_end_of_the_terminal_saves_and_stops_and_the_next_start_goes_on(word
     (done,) = programs(1, with_output, "terminal", str(tmp_path), *words, timeout=400)
     log = (tmp_path / "log.txt").read_text()
     assert done.returncode == 129, log
-    assert len(re.findall(r"INFO - error: stopped by SIGHUP after step \d+, checkpoint saved at", log)) == 1, log
+    assert len(re.findall(r"INFO - stopped by SIGHUP after step \d+, checkpoint saved at", log)) == 1, log
     done = sbkit(*words)
     assert steps(tmp_path) == steps(undisturbed), log + done.stderr

@@ -320,8 +320,8 @@ def test_the_layers_that_others_wrote_are_named_with_their_share():
     share = layers[rnn] / sum(layers.values())
     assert layers.keys() == {None, rnn} and 0 < share < 1
     assert counter.operations > sum(layers.values()), "backward is counted, too"
-    assert line == (f"sbkit's layers compute {100 * (1 - share):.0f} % of a forward's FLOPs; run as SpeechBrain, torch "
-                    f"or you wrote them: encoder.rnn.rnn (GRU) {100 * share:.0f} %")
+    assert line == (f"sbkit's layers compute {100 * (1 - share):.0f} % of a forward's FLOPs, and layers of "
+                    f"SpeechBrain, torch or your own: encoder.rnn.rnn (GRU) {100 * share:.0f} %")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

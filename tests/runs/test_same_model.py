@@ -1,5 +1,6 @@
 """The check refuses an output folder whose checkpoints training couldn't load, in the words of training."""
 
+import re
 import shutil
 
 import pytest
@@ -28,15 +29,23 @@ def refusals(run, **keys):
     return [each for each in check(run_folders.RECIPE, given(run, **keys)).errors if each.code == "other-model"]
 
 
-def test_refuses_the_folder_of_another_model_in_the_words_of_training(run):
+def test_refuses_the_folder_of_another_model_and_names_the_keys_that_changed(run):
     (found,) = refusals(run, d_model=32)
-    assert found.key == "--output_folder" and str(run / "save") in found.message
-    assert "16 saved, 32 here" in found.message and found.suggestion.endswith("or another output_folder")
-    copy = shutil.copytree(run, run.parent / "copy")
+    assert found.key == "--output_folder" and found.suggestion.endswith("or another output_folder")
+    assert f"the checkpoints in {run} are of another model; what has changed: " in found.message
+    assert re.search(r"\bd_model\b[^;]*: 16 -> 32", found.message)
+
+
+def test_refuses_the_folder_of_another_model_in_the_words_of_training_if_the_recipe_is_the_same(run):
+    copy = shutil.copytree(run, run.parent / "relabelled")
+    recipe = copy / "hyperparams.yaml"
+    recipe.write_text(re.sub(r"\b(d_model|input_size): 16\b", r"\1: 32", recipe.read_text()))
+    (found,) = refusals(copy, d_model=32)
+    assert "16 saved, 32 here" in found.message
     made, _ = run_folders.prepared(run_folders.RECIPE, given(copy, d_model=32))
     with pytest.raises(SbkitError) as loading:
         made.keys.checkpointer.recover_if_possible()
-    assert loading.value.message.replace(str(copy), str(run)) == found.message
+    assert loading.value.message == found.message
 
 
 def test_passes_the_same_model_with_other_rates_and_another_number_of_characters(run):

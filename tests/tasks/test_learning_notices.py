@@ -125,6 +125,12 @@ def test_a_run_that_does_not_learn_gets_a_notice_when_it_begins_and_when_it_is_o
     assert not [each for each in says if each.lower() not in text.lower()], text
 
 
+@pytest.mark.parametrize(("planned", "advised"), [(64, False), (200, False), (300, True)])
+def test_advises_a_longer_warm_up_only_in_a_run_that_is_twice_as_long(planned, advised):
+    (notice,) = Trial(planned, STANDS).told
+    assert ("--schedule.warmup 150" in notice.text()) is advised
+
+
 @pytest.mark.parametrize(("planned", "warned"), [(4000, 180), (600, 120), (150, 110)])
 def test_trained_weights_at_chance_are_noticed_early_above_all_in_a_short_run(planned, warned):
     told = Trial(planned, STANDS, setup=Setup(trained=True), rate=3e-4).told

@@ -313,6 +313,12 @@ def test_a_recipe_s_own_optimizers_step_gets_mean_gradients():
     assert norms[0] == pytest.approx(reference.modules.model[0].weight.grad.norm().item(), rel=1e-5)
 
 
+def test_a_run_that_reaches_its_limit_of_steps_names_the_option(caplog):
+    caplog.set_level("INFO")
+    brain(optimizer_step_limit=2).fit(range(1, 2), ToyTrainLoader())
+    assert "Training ends, because the run has taken the 2 steps of optimizer_step_limit" in caplog.messages
+
+
 def test_frozen_optimizers_stay_frozen():
     class Two(ToyBrain):
         def init_optimizers(self):

@@ -55,7 +55,9 @@ def curves(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, st
     if not series:
         return None
     y = Scale(*_ends(series), HEIGHT - BOTTOM, TOP)
-    x = Scale(min(min(one.x) for one in series), max(max(one.x) for one in series), LEFT, WIDTH - RIGHT)
+    # A curve may have its last point some steps before the last epoch's end, which has a tick all the same.
+    last = max([max(one.x) for one in series] + [at for at, _ in ticks])
+    x = Scale(min(min(one.x) for one in series), last, LEFT, WIDTH - RIGHT)
     # What the page's script shows of a point under the cursor.
     data = {"x": [x.low, x.high], "y": [y.low, y.high], "unit": unit, "ticks": [list(tick) for tick in ticks],
             "series": [{"name": one.name, "colour": one.colour, "x": _five_digits(one.x), "y": _five_digits(one.y)}

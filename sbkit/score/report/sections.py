@@ -486,6 +486,7 @@ def making(run: RunData) -> Section:
         if "parameters" in start:
             facts["parameters"] = f"{start['parameters']:,}"
         facts |= start.get("environment") or {}
+        facts = {name: _plain(value) for name, value in facts.items()}
     return {"scores": scores, "score_command": run.scored.get("command", ""), "facts": facts, "starts": run.starts,
             "recipe": run.recipe, "lead": str(run.folder.resolve())}
 
@@ -493,4 +494,6 @@ def making(run: RunData) -> Section:
 def _plain(value: object) -> object:
     if isinstance(value, list):
         return ", ".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_plain(entry)}" for name, entry in value.items())
     return f"{value:.4g}" if isinstance(value, float) else value

@@ -154,6 +154,13 @@ def test_text_from_data_is_text_and_nothing_else_runs(tmp_path, wav):
     assert "default-src 'none'" in policy and f"script-src 'sha256-{allowed}';" in policy
 
 
+def test_facts_of_a_start_with_parts_are_listed_for_a_reader(heard):
+    run_folders.log(heard, {"kind": "run", "time": 1.8e9, "command": "sbkit train", "devices": 1,
+                            "manifests": {"train": "d9df67", "dev": "524f39"}})
+    text = Page(write_report(heard)).text
+    assert "train: d9df67, dev: 524f39" in text and "{'train'" not in text
+
+
 def test_nothing_in_it_comes_from_elsewhere(heard):
     page = Page(write_report(heard))
     for name, attributes in page.elements:

@@ -349,6 +349,11 @@ def test_a_curve_goes_where_its_numbers_are_and_zero_is_on_the_picture(values, p
     assert f'points="{points}"' in drawn and ">0<" in drawn
 
 
+def test_the_last_epoch_has_its_tick_also_if_the_curve_ends_some_steps_before():
+    drawn = charts.curves("Loss", [Series("loss", [10, 50, 95], [3.0, 2.0, 1.0])], [(33, "1"), (66, "2"), (99, "3")])
+    assert [number for number in "123" if f">{number}<" in drawn] == ["1", "2", "3"]
+
+
 def test_long_runs_are_thinned_by_means_and_lose_what_is_no_number():
     values = np.sin(np.arange(50_000) / 500)
     values[10] = np.nan
