@@ -9,7 +9,7 @@ import re
 import time
 from pathlib import Path
 
-from sbkit.errors import SbkitError, printable
+from sbkit.errors import SbkitError
 from sbkit.system.console import table
 
 
@@ -34,12 +34,9 @@ def run(args: argparse.Namespace) -> int:
         raise SbkitError(f"{folder} is neither a run, which has {RECIPE}, nor a bundle, which has {layout.CONFIG}",
                          hint="name the output_folder of a run, or a bundle")
     print(table(["", str(folder)], rows))
-    card = folder / layout.README
-    if card.is_file():  # its head is for the Hugging Face Hub
-        text = card.read_text(encoding="utf-8", errors="replace")
-        if text.startswith("---\n"):
-            text = text.split("---\n", 2)[-1]
-        print("\n" + printable(text).strip())
+    readme = folder / layout.README
+    if readme.is_file():
+        print(f"\nhow to use it, its figures and its training: {readme}")
     return 0
 
 

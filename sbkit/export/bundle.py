@@ -1,16 +1,15 @@
-"""Exports a run as a bundle: writes it to a temporary folder, compares it with the checkpoint, then publishes it."""
+"""Exports a run as a bundle: writes it to a temporary folder, compares and tries it, then publishes it."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import inspect
 import json
 import logging
 import os
 import re
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +17,13 @@ import torch
 
 import sbkit
 from sbkit.data import publish
-from sbkit.errors import SbkitError, is_out_of_memory, summary
+from sbkit.errors import SbkitError
 from sbkit.export import graph, layout, parity, source
-from sbkit.export.behaviour_trial import try_behaviour
+from sbkit.export.behaviour_trial import Trial, try_out
 from sbkit.export.clips import ComparisonClips
-from sbkit.export.companion import Companion
+from sbkit.export.companion import Companion, Target
 from sbkit.export.exported import Exported
+from sbkit.export.formats import Formats, choose_formats
 from sbkit.export.source import Trained
 from sbkit.runs.keys import Bundles
 from sbkit.score.report import model_card
@@ -71,7 +71,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
            open_model: Callable[[], Trained] | None = None) -> int:
     """Export a run, print how it compares with its checkpoint, and return the exit code.
 
-    bundles : opens the recogniser that transcribes a model's audio; None: no transcripts are compared
+    bundles : opens the recogniser that transcribes a model's audio, and the bundle itself to try it; None: neither
     open_model : returns a model that is not a run's
     """
     to = request.to.resolve()  # a link to a bundle stays a link
@@ -96,12 +96,11 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
     with publish.temporary_folder(to, layout.FOLDER) as temporary:
         writer = _BundleWriter(temporary, trained, request)
         comparison, config = writer.write_and_compare()
-        writer.finish(comparison, config)
-        behaviour = ""
-        if bundles is not None:
-            behaviour = try_behaviour(temporary, config, bundles, comparison.clips.alone, trained.keys.corpus)
+        trial = try_out(temporary, config, bundles, comparison.clips.alone, trained.keys.corpus)
+        writer.finish(comparison, config, trial)
         publish.publish(temporary, to, layout.FOLDER, request.force, keep, write_mark)
-    print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
+
+    print(f"compared on {comparison.clips}:\n{comparison.table()}")
     print(comparison.joining(), comparison.clip_names(), sep="", end="")
     if comparison.has_words and layout.INT8 in comparison.formats():
         print(f"{layout.INT8} has 8-bit weights, so some of its outputs differ: its {comparison.settings.rate} may be "
@@ -112,7 +111,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
     if config.left_out and comparison.hint:
         print(comparison.hint)
     _warn_of_other_search(trained.search_class, config)
-    print(behaviour, end="")
+    print(trial.line, end="")
     print(f"\n{request.to}  ({config.use.format(request.to)})")
     return 0
 
@@ -130,102 +129,40 @@ def _warn_of_other_search(search_class: type | None, config: layout.Bundle) -> N
                    "its decoder", search_class.__name__, of_sbkit[0] if of_sbkit else "sbkit's search for its kind")
 
 
-def _formats(request: ExportRequest, exported: Exported) -> list[str]:
-    """Return the formats to write, in the order in which they are made."""
-    available = [name for name in exported.formats if exported.judges_words or name != layout.INT8]
-    wanted = available if request.formats is None else request.formats
-    unknown = sorted(set(wanted) - set(available))
-    if unknown or not wanted:
-        reasons = {layout.INT8: "judged by words, so a task of your own needs labels for it", **exported.left_out}
-        raise SbkitError(f"this model has no format {', '.join(unknown)}" if unknown else "--formats names no format",
-                         hint="; ".join([f"it has {', '.join(available)}",
-                                         *(f"{name}: {reasons[name]}" for name in unknown if name in reasons)]))
-    if request.chunk is not None and request.target is None:
-        raise SbkitError("--chunk is for --target: a bundle's streaming graph takes all chunk sizes that the model "
-                         "was trained with", hint="leave it out, or add --target sherpa")
-    targets = ", ".join(exported.targets)
-    if request.target not in (None, *exported.targets):
-        raise SbkitError(f"this task's models can't be exported for {request.target}",
-                         hint=f"choose from {targets}" if targets else "leave out --target")
-    if {layout.ONNX, layout.INT8} & set(wanted):
-        graph.check_onnx_tools()
-    return [name for name in available if name in wanted]
-
-
-class _Formats:
-    """The formats of a bundle while it is made: those that are kept, and why others are left out.
-
-    folder : where their files are written
-    names : in the order in which they are made
-    request : a format that the user named can't be left out: then nothing is published
-    """
-
-    def __init__(self, folder: Path, names: Sequence[str], request: ExportRequest):
-        self.folder, self.names, self.request = folder, names, request
-        self.kept = list(names)
-        self.left_out: dict[str, str] = {}
-        self._written: dict[str, set[Path]] = {name: set() for name in names}
-
-    @contextlib.contextmanager
-    def attempt(self, name: str) -> Iterator[None]:
-        """Write or run a format inside this context; leave it out if that fails."""
-        before = set(self.folder.iterdir())
-        reason = None
-        try:
-            yield
-        except Exception as error:  # of torch, ONNX Runtime, SpeechBrain or the recipe's own classes
-            reason = self._reason(name, error)
-        self._written[name] |= set(self.folder.iterdir()) - before
-        if reason is not None:
-            self.leave_out(name, reason)
-
-    def _reason(self, name: str, error: Exception) -> str:
-        """Return why a format can't be made or run; raises if that refuses the whole bundle."""
-        named = self.request.formats is not None
-        if isinstance(error, OSError) or is_out_of_memory(error):  # which is no property of the format
-            raise error
-        if isinstance(error, SbkitError):
-            if named:
-                raise error
-            reason = str(error)
-        else:
-            reason = summary(error)
-        reason = reason.replace(str(self.folder), self.request.to.name)
-        if named:
-            raise SbkitError(f"the format {name} can't be made or run: {reason}",
-                             hint="leave it out of --formats") from error
-        return reason
-
-    def leave_out(self, name: str, reason: str) -> None:
-        """Remove what was written of a format."""
-        self.kept.remove(name)
-        self.left_out[name] = reason
-        for path in self._written[name]:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        if name == layout.ONNX and layout.INT8 in self.kept:  # its own gate, of words, is wider than onnx's
-            self.leave_out(layout.INT8, f"it is made from {layout.ONNX}, which is left out")
-
-
 class _BundleWriter:
     """Writes the files of a bundle, and compares each format with the checkpoint."""
 
     def __init__(self, folder: Path, trained: Trained, request: ExportRequest):
-        self.folder, self.trained, self.request = folder, trained, request
+        self.folder = folder
+        self.trained = trained
+        self.request = request
         self.exported = trained.exported
-        self.formats = _Formats(folder, _formats(request, self.exported), request)
-        self.targets = [] if request.target is None else self.exported.target(request.target, request.chunk)
-        self.companions: list[tuple[Companion, dict[str, str]]] = []  # each with its files by format
+        names = choose_formats(self.exported, request.formats)
+        self.formats = Formats(folder, request.to.name, names, must_have_all=request.formats is not None)
+        self.targets = self._targets()
+        self.companions: list[tuple[Companion, dict[str, str]]] = []
+        """Those that have a wanted format, each with its files by format."""
         for companion in self.exported.companions:
             files = {name: companion.files[name] for name in self.formats.names if name in companion.files}
             if files:
                 self.companions.append((companion, files))
 
+    def _targets(self) -> Sequence[Target]:
+        """The models for ``--target``."""
+        request = self.request
+        if request.chunk is not None and request.target is None:
+            raise SbkitError("--chunk is for --target: a bundle's streaming graph takes all chunk sizes that the model "
+                             "was trained with", hint="leave it out, or add --target sherpa")
+        if request.target is None:
+            return []
+        if request.target not in self.exported.targets:
+            targets = ", ".join(self.exported.targets)
+            raise SbkitError(f"this task's models can't be exported for {request.target}",
+                             hint=f"choose from {targets}" if targets else "leave out --target")
+        return self.exported.target(request.target, request.chunk)
+
     def write_and_compare(self) -> tuple[parity.Comparison, layout.Bundle]:
-        """Return the comparison and the configuration of a bundle whose files are all written, except those of
-        ``finish``."""
+        """Return the comparison and the configuration of a bundle whose model files are all written."""
         parts = len(self.formats.names) + len(self.targets) + len(self.companions)
         with progress(what="exporting", total=3 + 2 * parts, unit="step") as bar:
             def step(what: str) -> None:
@@ -236,24 +173,24 @@ class _BundleWriter:
             clips = self.exported.clips(self.trained.keys.corpus, self.request.clips)
             step("tracing")
             program = self.exported.trace()
-            config = self._configure(program, clips)
-            self._write(program, config, step)
-            comparison = self._compare(clips, config, step)
+            of_model = complete(self.exported.config(program, clips), self.trained)
+            layout.check_kind(of_model)
+            # What is written and compared is described with all formats, what is published with those that are kept.
+            with_all = self._describe(of_model, self.formats.names)
+            self._write(program, with_all, step)
+            comparison = self._compare(clips, with_all, step)
         self._judge(comparison)
-        if self.formats.left_out:
-            models_of_targets = {name: file for name, file in config.models.items() if name not in self.formats.names}
-            config = self._configure(program, clips)
-            config.models |= models_of_targets
-        return comparison, config
+        return comparison, self._settle(self._describe(of_model, self.formats.kept), comparison)
 
-    def _configure(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.Bundle:
-        """Make the configuration of a bundle with the formats that are kept."""
-        kept = self.formats.kept
-        config = complete(self.exported.config(program, clips), self.trained)
-        layout.check_kind(config)
-        config.models = {name: layout.MODELS[name] for name in kept}
+    def _describe(self, of_model: layout.Bundle, names: Sequence[str]) -> layout.Bundle:
+        """Return the configuration of a bundle that has these formats.
+
+        of_model : what it says of the model in any format
+        """
+        config = copy.deepcopy(of_model)
+        config.models = {name: layout.MODELS[name] for name in (*names, *(target.name for target in self.targets))}
         for companion, files in self.companions:
-            present = {name: file for name, file in files.items() if name in kept}
+            present = {name: file for name, file in files.items() if name in names}
             if present:
                 companion.describe(config, present)
         return config
@@ -277,9 +214,7 @@ class _BundleWriter:
                 for model, traced, models in graphs:
                     if name in models:
                         _write(name, self.folder, models, traced, model, config)
-        if not self.formats.kept:
-            reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.formats.left_out.items())
-            raise SbkitError(f"no format of the model can be written, so nothing was published:{reasons}")
+        self.formats.refuse_if_none_is_kept()
         for target in self.targets:
             step(f"writing {target.name}")
             target.write(self.folder, config)
@@ -317,46 +252,48 @@ class _BundleWriter:
 
     def _judge(self, comparison: parity.Comparison) -> None:
         """Leave out the formats that differ from the checkpoint; raises if no other is left."""
-        formats, tolerance = self.formats, self.request.tolerance
+        tolerance = self.request.tolerance
         # Alone, because outputs that depend on the batch are the model's, and not the format's.
-        failures = {name: comparison.failures(tolerance, batching=False, of=name) for name in formats.names}
-        if self.request.formats is None:
-            for name in formats.names:
-                if name in formats.kept and failures[name]:
-                    formats.leave_out(name, "; ".join(each.removeprefix(f"{name}: ") for each in failures[name]))
-        if not formats.kept:
-            others = [f"{name}: {reason}" for name, reason in formats.left_out.items() if not failures[name]]
+        failures = {name: comparison.failures(tolerance, batching=False, of=name) for name in self.formats.names}
+        if not self.formats.must_have_all:
+            for name in self.formats.names:
+                if name in self.formats.kept and failures[name]:
+                    reasons = [failure.removeprefix(f"{name}: ") for failure in failures[name]]
+                    self.formats.leave_out(name, "; ".join(reasons))
+        if not self.formats.kept:
+            others = [f"{name}: {reason}" for name, reason in self.formats.left_out.items() if not failures[name]]
             comparison.raise_if_any([*comparison.failures(tolerance, batching=False), *others])
-        # Whoever gets a bundle could run it only by trusting its author: that is for the author to choose, by name.
-        data_alone = {layout.ONNX, layout.INT8}
-        if self.request.formats is None and data_alone & set(formats.names) and not data_alone & set(formats.kept):
-            reasons = "".join(f"\n  {name}: {reason}" for name, reason in formats.left_out.items())
-            raise SbkitError("the only formats that can be published can run code, so nothing was published:" + reasons,
-                             hint=f"to publish them all the same, name them: --formats {','.join(formats.kept)}")
+        self.formats.refuse_if_only_programs_are_kept()
 
-    def finish(self, comparison: parity.Comparison, config: layout.Bundle) -> None:
-        """Write what tells of the bundle: the comparison, the README, and last config.json with all fingerprints."""
+    def _settle(self, config: layout.Bundle, comparison: parity.Comparison) -> layout.Bundle:
+        """Add what the comparison decides to a configuration; raises if the formats that are kept still differ."""
         left_out = self.formats.left_out | self.exported.left_out
         if left_out:
             config.left_out = {name: _without_folders(reason) for name, reason in left_out.items()}
             comparison.leave_out(config.left_out)
-        tolerance = self.request.tolerance
-        config.batching = comparison.batchable(tolerance)
-        comparison.raise_if_any(comparison.failures(tolerance, config.batching))
+        config.batching = comparison.batchable(self.request.tolerance)
+        comparison.raise_if_any(comparison.failures(self.request.tolerance, config.batching))
         if not config.batching:
             logger.warning("Utterances have different outputs in a batch than alone, because layers of this model use "
                            "the padding. Each utterance will run alone")
+        return config
+
+    def finish(self, comparison: parity.Comparison, config: layout.Bundle, trial: Trial) -> None:
+        """Write the comparison and the README, and last config.json with the fingerprints of all other files."""
+        trial.add_to(config)
         request = self.request
-        readme = self.exported.readme(request.to.name, config, comparison, [each.readme() for each in self.targets])
-        readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.weights,
-                                      self.trained.facts)
-        facts = {"tolerance": tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
+        readme = self.exported.readme(request.to.name, config, comparison,
+                                      [target.readme() for target in self.targets])
+        readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.weights, self.trained.facts)
+        facts = {"tolerance": request.tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
         text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
         (self.folder / layout.PARITY).write_text(text, encoding="utf-8")
-        (self.folder / layout.README).write_text(readme, encoding="utf-8")
+        (self.folder / layout.README).write_text(readme + trial.sections, encoding="utf-8")
+
         for path in sorted(self.folder.iterdir()):
-            path.chmod(0o644)
-            config.files[path.name] = layout.fingerprint(path)
+            if path.name != layout.CONFIG:  # of a trial, without fingerprints
+                path.chmod(0o644)
+                config.files[path.name] = layout.fingerprint(path)
         config.check(self.folder / layout.CONFIG)  # as a reader does
         (self.folder / layout.CONFIG).write_text(config.to_json(), encoding="utf-8")
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from sbkit.data.audio import AudioError, read_utterance
 from sbkit.data.manifest import Manifest
+from sbkit.system.console import counted
 
 if TYPE_CHECKING:
     from sbkit.data.corpus import Corpus
@@ -30,13 +31,22 @@ class Clip:
 
 @dataclass
 class ComparisonClips:
-    """The clips of a comparison, where they come from, and the seconds of the longest training utterance."""
+    """The clips of a comparison."""
 
     alone: list[Clip]
     origin: str
+    """Where most of them come from."""
     longest: float
+    """The length of the longest training utterance, in seconds or symbols."""
     hint: str | None = None
     """How to make the comparison more meaningful."""
+    others: str = ""
+    """What the rest of them are."""
+
+    def __str__(self) -> str:
+        """Say how many there are and what they are."""
+        parts = [part for part in (self.origin, self.others) if part]
+        return f"{counted(len(self.alone), 'clip')} ({', and '.join(parts)})"
 
     @property
     def uneven(self) -> list[Clip]:
@@ -73,7 +83,10 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
     long_clip = _join(clips, longest * LONGER * sample_rate, round(pause_seconds * sample_rate))
     if max_seconds is not None:
         long_clip.signal = long_clip.signal[:int(max_seconds * sample_rate)]
-    return ComparisonClips([beginning, *clips, long_clip], origin, longest, hint)
+    others = "the first 50 ms of the shortest and one longer than any in training"
+    if max_seconds is not None:
+        others = "the first 50 ms of the shortest and the longest that the model takes"
+    return ComparisonClips([beginning, *clips, long_clip], origin, longest, hint, others)
 
 
 def _longest_in_training(corpus: Corpus | None) -> float:

@@ -59,12 +59,12 @@ class Target(ABC):
     The program itself runs it on the test clips before it is published.
     """
 
-    #: Its name in the progress bar and in tables.
+    #: Its name in the progress bar, in tables and in ``config.models``; ``layout.MODELS`` has its file.
     name: str
 
     @abstractmethod
     def write(self, folder: Path, config: OwnBundle) -> None:
-        """Write its file, and add it to ``config.models``."""
+        """Write its file."""
 
     @abstractmethod
     def compare(self, folder: Path, config: OwnBundle, comparison: Comparison) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sbkit.data.corpus import Corpus
 from sbkit.data.nonspeech import NonSpeech
-from sbkit.export import layout
 from sbkit.export.clips import Clip, clips_of
 from sbkit.score.calibration import Calibration, reliability
 from sbkit.score.edits import DELETION, EQUAL, align
 from sbkit.score.results import Table
+from sbkit.system.console import counted
 
+#: The title of the section in a bundle's README.
+CONFIDENCE = "How far to trust a word's confidence"
 #: Utterances of dev to transcribe. The test set and the behaviour trial stay unseen, since their figures are published.
 _UTTERANCES = 100
 #: One recording without speech is added for this many utterances.
@@ -32,23 +35,35 @@ _BATCH = 12
 Transcribe = Callable[[Sequence[np.ndarray]], list[Any]]
 
 
-def calibrate_confidences(config: layout.Config, transcribe: Transcribe, corpus: Corpus | None) -> Table | None:
-    """Fit the share of right words to their confidence, and set ``config.reliability`` to that curve.
+@dataclass(frozen=True)
+class ConfidenceCurve:
+    """The share of right words by their confidence: the points of the curve for config.json, and how well it fits."""
 
-    Returns a table for the README; None, and no change, if there is no audio of dev on this machine (nothing is
-    downloaded), or if the model writes too few words for it.
-    """
+    points: list[list[float]]
+    table: Table
+
+
+@dataclass(frozen=True)
+class NotCalibrated:
+    """Why there is no curve."""
+
+    reason: str
+
+
+def calibrate_confidences(sample_rate: int, transcribe: Transcribe, corpus: Corpus | None
+                          ) -> ConfidenceCurve | NotCalibrated:
+    """Fit the share of right words to their confidence; nothing is downloaded for it."""
     if corpus is None or not corpus.manifest_path("dev").is_file():
-        return None
+        return NotCalibrated("the corpus, of which dev is needed, is not on this machine")
     dev = corpus.manifest("dev")
     if dev.has_urls:
-        return None
+        return NotCalibrated("the recordings of dev are not on this machine")
 
     started = time.monotonic()
-    clips = clips_of(dev, config.sample_rate, _UTTERANCES)
+    clips = clips_of(dev, sample_rate, _UTTERANCES)
     for number, clip in enumerate(clips[::_UTTERANCES_PER_SILENCE]):
         rng = np.random.default_rng(number)
-        silence = NonSpeech().signal(len(clip.signal), config.sample_rate, rng)
+        silence = NonSpeech().signal(len(clip.signal), sample_rate, rng)
         clips.append(Clip(silence, "", "silence"))
 
     # Clips are sorted by length. Each batch takes every n-th, so also the first ones have all lengths, and silence.
@@ -73,13 +88,13 @@ def calibrate_confidences(config: layout.Config, transcribe: Transcribe, corpus:
         [steps] = align([reference], [[word.text for word in transcript.words]])
         right += [step == EQUAL for step in steps if step != DELETION]
     if len(right) < _MIN_WORDS:
-        return None
+        return NotCalibrated(f"the model wrote {counted(len(right), 'word')} for dev, and {_MIN_WORDS} are needed")
 
     columns = np.array(confidences), np.array(right, float), np.ones(len(right))
     curve = Calibration.fit(*columns)
     bins, error = reliability(*columns)
     lowest_share = 1 / (len(right) + 2)  # no word is certainly right, or certainly wrong
-    config.reliability = [
+    points = [
         [confidence, min(max(accuracy, lowest_share), 1 - lowest_share)]
         for confidence, accuracy in zip(curve.confidences, curve.accuracies, strict=True)
     ]
@@ -87,10 +102,10 @@ def calibrate_confidences(config: layout.Config, transcribe: Transcribe, corpus:
     rows = [[f"{100 * expected:.1f}", f"{100 * accuracy:.1f}", words] for words, expected, accuracy in bins]
     of_silence = "No word was written for silence"
     if hallucinated:
-        calibrated = np.interp(hallucinated, *np.transpose(config.reliability))
+        calibrated = np.interp(hallucinated, *np.transpose(points))
         of_silence = (f"{100 * calibrated.mean():.1f} % on average for the {len(hallucinated)} words that were written "
                       "for silence")
-    return Table(
-        "How far to trust a word's confidence", ["confidence %", "right %", "words"], rows,
+    return ConfidenceCurve(points, Table(
+        CONFIDENCE, ["confidence %", "right %", "words"], rows,
         f"Calibrated on {len(transcripts)} recordings of dev and of silence, and tried on the half that it was not "
-        f"fitted on: both differ by {100 * error:.1f} points (expected calibration error). {of_silence}.")
+        f"fitted on: both differ by {100 * error:.1f} points (expected calibration error). {of_silence}."))

@@ -372,7 +372,7 @@ class Comparison:
     def raise_if_any(self, failures: list[str]) -> None:
         """Print the table and raise ``SbkitError`` with the failures, if there are any."""
         if failures:
-            print(f"compared on {self.clips.origin}:\n{self.table()}", flush=True)
+            print(f"compared on {self.clips}:\n{self.table()}", flush=True)
             raise SbkitError(f"the bundle does not match {self.reference.title}, so nothing was published:\n  "
                              + "\n  ".join(failures), hint=self._hint())
 

@@ -30,8 +30,9 @@ outputs = session.run(None, {{"signals": signal[None], "lengths": np.array([len(
     layout.TORCH: """### PyTorch
 
 ```python
-import torch
+import soundfile, torch
 model = torch.export.load("model.pt2").module()
+signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
 outputs = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 ```
 
@@ -159,7 +160,7 @@ def compared(comparison: Comparison) -> str:
         joining = f"\n{joining}"
     return f"""## What was compared
 
-On {comparison.clips.origin}, and one clip longer than any in training. The first row is {comparison.reference.title}.
+On {comparison.clips}. The first row is {comparison.reference.title}.
 
 ```
 {comparison.table()}

@@ -119,7 +119,7 @@ def test_a_refusal_for_rounding_says_which_tolerance_would_do_below_the_table(ca
     made.add("onnx", lambda signals: [said[int(each[0])] + 0.01 for each in signals], 7)
     with pytest.raises(SbkitError, match="the bundle does not match the imported model") as refused:
         made.raise_if_any(made.failures())
-    assert capsys.readouterr().out == f"compared on x:\n{made.table()}\n"
+    assert capsys.readouterr().out == f"compared on {made.clips}:\n{made.table()}\n"
     assert made.table() not in refused.value.message and made.table().splitlines()[2].startswith("its authors")
     assert "--tolerance 0.02 may be good enough" in refused.value.hint
     assert made.failures(0.02) == [] and "where the imported model has" in made.failures()[0]

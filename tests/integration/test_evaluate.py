@@ -79,7 +79,7 @@ def test_two_evaluations_can_be_compared(run, capsys):
     assert main(["report", folders[0], "--against", folders[1]]) == 0
     (page,) = (run / "evaluations" / "test-CKPT+epoch1").glob("report-against-*-evaluations-test-last.html")
     page = page.read_text()
-    assert "Possible gain: up to " in page and "evaluations/test-last" in page and "CKPT+epoch1</dd>" in page
+    assert "points of WER" in page and "evaluations/test-last" in page and "CKPT+epoch1</dd>" in page
 
 
 def test_any_corpus_by_the_rules_of_the_run(run, home, capsys):

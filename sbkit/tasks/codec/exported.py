@@ -239,8 +239,9 @@ PyTorch needs S of {least} and T of {least_frames} at least.
     layout.TORCH: """## PyTorch
 
 ```python
-import torch
+import soundfile, torch
 encoder, decoder = (torch.export.load(name).module() for name in ("model.pt2", "decoder.pt2"))
+signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
 codes, frames = encoder(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 signals, lengths = decoder(codes, frames)
 ```

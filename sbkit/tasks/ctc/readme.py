@@ -44,9 +44,10 @@ Features are computed in the graph.
     layout.TORCH: """### PyTorch
 
 ```python
-import torch
+import soundfile, torch
 program = torch.export.load("model.pt2")  # on a GPU: torch.export.passes.move_to_device_pass(program, "cuda")
 model = program.module()
+signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
 log_probs, frames = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 print(text(log_probs[0, :frames[0]]))
 ```
@@ -69,8 +70,9 @@ names, which can be any code.
 _SHERPA = """### sherpa-onnx
 
 ```python
-import sherpa_onnx
+import sherpa_onnx, soundfile
 asr = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(model="{file}", tokens="tokens.txt")
+signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
 stream = asr.create_stream()
 stream.accept_waveform({rate}, signal)
 asr.decode_stream(stream)
@@ -108,8 +110,9 @@ sherpa-onnx computed other features, with which this model makes many errors: ch
 
 _STREAM_USE = {
     layout.ONNX: """```python
-import json, numpy as np, onnxruntime
+import json, numpy as np, onnxruntime, soundfile
 session = onnxruntime.InferenceSession("{file}")
+signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
 parts = json.load(open("config.json"))["streaming"]["state"]
 state = {{name: np.zeros([1, *part["shape"]], part["type"]) for name, part in parts.items()}}
 outputs = []
@@ -122,8 +125,9 @@ print(text(np.concatenate(outputs)))
 ```
 """,
     layout.TORCH: """```python
-import json, torch
+import json, soundfile, torch
 model = torch.export.load("{file}").module()
+signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
 parts = json.load(open("config.json"))["streaming"]["state"]
 state = [torch.zeros([1, *part["shape"]], dtype=getattr(torch, part["type"])) for part in parts.values()]
 outputs = []
@@ -201,7 +205,8 @@ def text(name: str, config: Config, comparison: Comparison, symbols: Sequence[st
             size=config.hop_samples + stream.overlap, vocabulary=config.vocabulary,
             chunk=stream.chunks[len(stream.chunks) // 2],
             ahead=f" - {stream.ahead}" if stream.ahead else "")]
-        lines += [_STREAM_USE[each].format(file=file) for each, file in used.items() if file is not None]
+        lines += [_STREAM_USE[each].format(file=file, rate=config.sample_rate)
+                  for each, file in used.items() if file is not None]
         parts.append("### Streams\n\n" + "\n".join(lines))
     return of_recogniser(name, "CTC", config, comparison, [*parts, *of_targets])
 

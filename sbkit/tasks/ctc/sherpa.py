@@ -121,7 +121,6 @@ class SherpaWhole(Target):
         """Write the model's file; sherpa-onnx also reads the bundle's tokens.txt."""
         wave = _Wave(self.graph, config)
         program = trace_module(wave, (torch.randn(*_EXAMPLE) * 0.1,), {"x": (0, 1)})
-        config.models[self.name] = layout.MODELS[self.name]
         save(to_onnx(program, ["x"], ["logits"]), folder / config.models[self.name],
              {"model_type": "omnilingual-asr", "sample_rate": str(self.sample_rate), "comment": "made by sbkit"},
              {"x": ("batch", "samples"), "logits": ("batch", "frames")})

@@ -147,7 +147,6 @@ class SherpaStream(Target):
 
     def write(self, folder: Path, config: Config) -> None:
         """Write the model's file."""
-        config.models[self.name] = layout.MODELS[self.name]
         caches = packed(self.graph.step.state(_BATCH))
         example = (torch.randn(_BATCH, self.bands, self.frames), torch.tensor([self.frames, self.frames - 1]), *caches)
         step = StreamStep(self.graph.step, *self.output_layer(config))

@@ -115,7 +115,7 @@ class ExportedVoice(Exported):
         clips = [Clip(self._ids(text)[:limit], text, text) for text in chosen]
         clips.insert(0, Clip(clips[0].signal[:1], None, "the first symbol of another"))
         return ComparisonClips([*clips, Clip(self._ids(joined)[:limit], None, "several joined")], origin,
-                               len(chosen[-1]))
+                               len(chosen[-1]), others="the first symbol of one and several joined")
 
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self.keys.symbols.encode(text), np.int64)
@@ -229,10 +229,11 @@ What a text sounds like does not depend on its batch.
     layout.TORCH: """## PyTorch
 
 ```python
-import torch
+import json, torch
+ids = {{symbol: number for number, symbol in enumerate(json.load(open("config.json"))["symbols"])}}
 voice = torch.export.load("model.pt2").module()
-audio, samples, durations = voice(torch.from_numpy(text), torch.tensor([text.shape[1]]), torch.tensor([0]),
-                                  torch.tensor([1.0]))
+text = torch.tensor([[ids[symbol] for symbol in {symbols!r}]])
+audio, samples, durations = voice(text, torch.tensor([text.shape[1]]), torch.tensor([0]), torch.tensor([1.0]))
 ```
 
 """ + readme.PROGRAM,

@@ -62,7 +62,11 @@ def test_its_readme_shows_how_to_run_it_without_sbkit(made, monkeypatch, tmp_pat
     blocks = re.findall(r"```python\n(.*?)```", readme, re.S)
     monkeypatch.chdir(made)
     given = {}
-    exec("\n".join(block for block in blocks if not re.search("sbkit|speechbrain|sherpa|microphone", block)), given)
+    programs = [block for block in blocks if not re.search("sbkit|speechbrain|sherpa|microphone", block)]
+    exec("\n".join(block for block in programs if "\ndef " in block), given)  # functions that the others use
+    for program in programs:
+        if "\ndef " not in program:
+            exec(program, dict(given))  # each by itself
     with sbkit.infer.load(made, model="onnx", device="cpu") as model:
         whole, stream = model.transcribe(tmp_path / "clip.wav").text, model.stream()
         live = stream.text([word for result in stream(signal) for word in result.settled])
