@@ -21,7 +21,7 @@ from sbkit.errors import SbkitError
 from sbkit.system.processes import free_port
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.pending import PendingCheckpoint
-from sbkit.train.distributed import ranks
+from sbkit.train.distributed import failures, ranks
 from sbkit.train.distributed.ranks import PeerFailed
 from sbkit.train.signals import Stopped
 from sbkit.train.trainer import NotFinite
@@ -79,7 +79,7 @@ class FailsAtItsEnd(ToyBrain):
 
 def stage_end_fails(folder, on):
     write = PendingCheckpoint.write
-    PendingCheckpoint.write = lambda self: (time.sleep(ranks.PATIENCE_SECONDS + 2), write(self))  # a slow disk
+    PendingCheckpoint.write = lambda self: (time.sleep(failures.PATIENCE_SECONDS + 2), write(self))  # a slow disk
     toy = brain(FailsAtItsEnd, checkpointer=Checkpointer(folder), hparams={"on": on})
     toy.fit(range(1, 3), ToyTrainLoader(2, 4, ranks.rank(), 2), ToyEvalLoader(2))
 
@@ -97,7 +97,7 @@ def mistake(on):
     """What each rank's log says when some ranks meet a mistake."""
     ranks.init(torch.device("cpu"))
     said = []
-    ranks.logger.error = lambda text, *values: said.append(text % values)
+    failures.logger.error = lambda text, *values: said.append(text % values)
     try:
         with ranks.failing_together():
             if ranks.rank() in on:
@@ -242,7 +242,7 @@ def test_a_signal_to_one_rank_after_the_last_step_ends_all_alike(stopped):
 
 def profiled(folder, slow):
     """One rank's trace takes longer than a rank is waited for that has heard of another's end, and it hears at once."""
-    ranks.WATCH_SECONDS, ranks.PATIENCE_SECONDS = 0.01, 0.5
+    failures.WATCH_SECONDS, failures.PATIENCE_SECONDS = 0.01, 0.5
     toy = brain(hparams={"output_folder": str(folder)}, profile_training=True, profile_warmup=1, profile_steps=1)
     stop = toy.profiler.stop
     toy.profiler.stop = lambda: (time.sleep(2 * (ranks.rank() == slow)), stop())

@@ -14,7 +14,7 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.system.processes import born, free_port
-from sbkit.train.distributed import ranks
+from sbkit.train.distributed import joining, ranks
 
 ROOT = Path(__file__).parents[3]
 #: Trains two steps, waits where it can't be reached (in a collective that rank 1 never joins), and saves meanwhile.
@@ -115,8 +115,8 @@ def test_only_what_torchrun_started_ends_with_its_parent(tmp_path, environment, 
 @pytest.mark.parametrize("rank, who", [(0, "ranks 1, 2"), (1, "rank 0")])
 def test_ranks_that_never_join_are_named_and_not_waited_for_without_end(monkeypatch, caplog, rank, who):
     agent = torch.distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(ranks, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(ranks, "COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(joining, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(joining, "COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=1))
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": agent.port, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
         monkeypatch.setenv(name, str(value))

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from sbkit import cli
 from sbkit.commands import train as command
 from sbkit.errors import SbkitError
-from sbkit.train.distributed import ranks
+from sbkit.train.distributed import place, ranks
 from sbkit.train.checkpoint.pending import BackgroundWriter
 
 def write():
@@ -42,7 +42,7 @@ def train(words):
                 (folder / "failed").write_text(str(time.time()))
                 raise error
             if stuck == "store":  # as in the first collective, where NCCL's ranks wait there for what rank 0 sets
-                ranks._store().get("what nobody sets")
+                place.store().get("what nobody sets")
             if stuck:
                 time.sleep(3600)
             dist.all_reduce(torch.ones(1, device=device))
