@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sbkit.errors import SbkitError
 from sbkit.system import console, disk, memory
 from sbkit.system.environment import check_torch
-from sbkit.train.distributed import ending
+from sbkit.train.distributed import launcher
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     open_bundles : returns a BundleLoader, which opens bundles of other models
     """
     console.outlast_terminal()
-    ending.watch_launcher()
+    launcher.watch_launcher()
     check_torch()
     memory.reserve_little()
     from sbkit.recipe import arguments, load

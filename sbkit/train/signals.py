@@ -31,7 +31,7 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.system.console import write_now
-from sbkit.train.distributed import ending
+from sbkit.train.distributed import launcher
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class StopSignals:
                 continue
             if self._first is None:
                 self._first = now
-                ending.stopping.set()
+                launcher.stopping.set()
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
                     then = "saving a checkpoint after this step, then stopping" if self._saves() else \

@@ -1,8 +1,11 @@
-"""Ends a process at once, after pending writes, if its run has failed or its launcher is gone.
+"""Ends a process at once, after pending writes, without Python's normal shutdown.
 
 A collective that a failed rank never joins can't be cancelled, and leaving its process group waits for it: with NCCL,
-half an hour. So such a process skips Python's normal shutdown. Workers of a killed torchrun, which would train on
-unnoticed, end themselves.
+half an hour. So a process of a failed run ends by ``os._exit``, in one of three ways:
+
+- ``schedule_exit``: once its messages are out and all other functions registered at exit have run;
+- ``exit_now``: at once, called by a thread while the main thread is stuck;
+- ``exit_with_error``: likewise, with a message, and within seconds even if the log can't be written.
 """
 
 from __future__ import annotations
@@ -21,22 +24,25 @@ logger = logging.getLogger(__name__)
 
 # Time limit for a checkpoint that is being written.
 _WRITING_SECONDS = 120.0
+# The same after ``exit_with_error``, when the run's folder may belong to another run.
+_LEAVING_SECONDS = 5.0
 
 #: Threads that the end of the process waits for, even after an error.
 writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_exit_code: int | None = None  # of the exit that is scheduled
+_scheduled_code: int | None = None  # None: no exit is scheduled
+_leaving = threading.Lock()  # held by the thread that ends the process with an error
 
 
 def schedule_exit(code: int) -> None:
-    """End this process by ``exit_now``, with this exit code, after its messages and exit functions."""
-    global _exit_code
-    if _exit_code is None:
-        _exit_code = code
+    """End this process by ``exit_now``, after its messages and exit functions; the first code that is given counts."""
+    global _scheduled_code
+    if _scheduled_code is None:
+        _scheduled_code = code
 
 
 def exit_is_scheduled() -> bool:
     """Return whether ``schedule_exit`` was called in this process."""
-    return _exit_code is not None
+    return _scheduled_code is not None
 
 
 def finish_writing(patience: float = _WRITING_SECONDS) -> None:
@@ -58,49 +64,6 @@ def exit_now(code: int, patience: float = _WRITING_SECONDS) -> None:
     os._exit(code)
 
 
-def _at_exit() -> None:
-    if _exit_code is not None:
-        exit_now(_exit_code)
-
-
-# Registered at import, it runs after all functions that scripts and loggers register later.
-atexit.register(_at_exit)
-
-
-# ------------------------------------------------------------ a launcher that is gone
-
-#: Seconds between checks whether torchrun is running.
-POLL_SECONDS = 1.0
-#: Seconds for a checkpoint that is being written, and for a run that is already stopping.
-_LEAVING_SECONDS, _STOPPING_SECONDS = 5.0, 30.0
-
-#: Read at import, before slow imports, while the launcher is still the parent.
-_parent = os.getppid()
-_watching = False
-#: Set after a stop signal, which may have ended torchrun, too: this process then gets time to save.
-stopping = threading.Event()
-_leaving = threading.Lock()
-
-
-def watch_launcher() -> None:
-    """End this process soon after torchrun ends, if torchrun started it.
-
-    A thread polls the parent process. The kernel's signal of a parent's death is sent when the *thread* that started a
-    process ends, and does not help a main thread that waits in a collective.
-    """
-    global _watching
-    if "TORCHELASTIC_RUN_ID" in os.environ and not _watching:
-        _watching = True
-        threading.Thread(target=_watch, name="launcher", daemon=True).start()
-
-
-def exit_if_orphaned() -> None:
-    """End this process if torchrun is gone; any other error is then a consequence."""
-    if _watching and os.getppid() != _parent:
-        exit_with_error(f"torchrun (process {_parent}), which started this process, is gone, so this process ends; run "
-                        "the same command to resume from the last checkpoint")
-
-
 def exit_with_error(reason: str) -> None:
     """Log the reason and end this process within seconds, leaving time for a checkpoint that is being written."""
     if not _leaving.acquire(blocking=False):
@@ -112,17 +75,18 @@ def exit_with_error(reason: str) -> None:
     exit_now(1, _LEAVING_SECONDS)
 
 
-def _watch() -> None:
-    while os.getppid() == _parent:
-        time.sleep(POLL_SECONDS)
-    if stopping.is_set():
-        time.sleep(_STOPPING_SECONDS)
-    exit_if_orphaned()
+def _at_exit() -> None:
+    if _scheduled_code is not None:
+        exit_now(_scheduled_code)
+
+
+# Registered at import, it runs after all functions that scripts and loggers register later.
+atexit.register(_at_exit)
 
 
 def _start_afresh() -> None:
-    global _exit_code, _parent, _watching
-    _exit_code, _parent, _watching = None, os.getppid(), False
+    global _scheduled_code
+    _scheduled_code = None
 
 
 os.register_at_fork(after_in_child=_start_afresh)

@@ -58,7 +58,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from sbkit.errors import SbkitError, first_line
-from sbkit.train.distributed import ending, place
+from sbkit.train.distributed import ending, launcher, place
 from sbkit.train.distributed.place import Store
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Failures:
         except PeerFailed:
             raise
         except BaseException as error:
-            ending.exit_if_orphaned()
+            launcher.exit_if_orphaned()
             if isinstance(error, RuntimeError):
                 self._end_if_caused_by_peer(error)
                 if "gloo/transport" in str(error):

@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from sbkit.train.distributed import ending, joining, place
+from sbkit.train.distributed import ending, joining, launcher, place
 from sbkit.train.distributed.failures import Failures
 
 # The first pause while waiting for other ranks, which usually arrive soon; each further one is longer.
@@ -49,7 +49,7 @@ class RunGroup:
         """
         if not place.launched():
             return
-        ending.watch_launcher()
+        launcher.watch_launcher()
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit, os.getpid())
         if not place.connected():

@@ -79,11 +79,11 @@ def test_processes_of_a_killed_torchrun_end_in_seconds_say_so_and_the_next_start
 STARTED = """
     import os, sys, time
     from pathlib import Path
-    from sbkit.train.distributed import ending
-    ending.POLL_SECONDS = 0.1
+    from sbkit.train.distributed import launcher
+    launcher.POLL_SECONDS = 0.1
     child = os.fork()
     if child == 0:
-        ending.watch_launcher()
+        launcher.watch_launcher()
         Path(sys.argv[1]).write_text(str(os.getpid()))
         time.sleep(600)
     while not Path(sys.argv[1]).exists():
