@@ -32,7 +32,7 @@ from sbkit.tasks.task import Task
 from sbkit.train import device as devices
 from sbkit.train.batches import MicroBatch
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.equality import communicates_in_forward
+from sbkit.train.distributed.parallel import communicates_in_forward
 from sbkit.train.trainer import Trainer
 
 #: Epochs of a run, and the step of the second epoch after which it is killed.

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from sbkit.errors import SbkitError
 from sbkit.train.averaging import EMA
 from sbkit.train.batches import MicroBatch, Objectives, Outputs
-from sbkit.train.distributed import equality, ranks
-from sbkit.train.distributed.parallel import Single
+from sbkit.train.distributed import ranks
+from sbkit.train.distributed.parallel import Single, zeroed
 from sbkit.train.hooks import Hooks
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.precision import Unscaled
@@ -83,7 +83,7 @@ class Eager:
         self.times.mark("loss")
         row, names = row_of(loss, self.device)
         self.precision.begin(row[COUNT])
-        with equality.zeroed(self.hooks.modules) if _is_dummy(loss) else contextlib.nullcontext():
+        with zeroed(self.hooks.modules) if _is_dummy(loss) else contextlib.nullcontext():
             self.precision.scaled(loss.total).backward()
         self.times.mark("backward")
         return MicroStep(row, names, outputs, objectives)

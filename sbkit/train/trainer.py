@@ -27,7 +27,7 @@ from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import KeptBatch
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint.files import locked_for_training
-from sbkit.train.distributed import equality, ranks
+from sbkit.train.distributed import equality, ranks, unreached
 from sbkit.train.distributed.equality import Buffers
 from sbkit.train.distributed.parallel import Single
 from sbkit.train.freezing import Freezing
@@ -172,7 +172,7 @@ class Trainer:
 
         totals = self.parallel.reduce(torch.cat([sums.row, self.flags()]))
         if not state.first_step_checked:
-            equality.warn_unreached(self.modules, hooks.recipe, state.unreached)
+            unreached.warn_unreached(self.modules, hooks.recipe, state.unreached)
         values = self.runner.update(totals)
         number = state.count_step(self.runner.updates)
         self.arriving.add(values, sums.names, batches, number)

@@ -447,7 +447,7 @@ def test_without_an_optimizer_gradients_can_be_read():
 
 
 def test_parameters_the_loss_never_reaches_are_named_once(caplog):
-    caplog.set_level("WARNING", "sbkit.train.distributed.equality")  # `sbkit tune` silences it in its process
+    caplog.set_level("WARNING", "sbkit.train.distributed.unreached")  # `sbkit tune` silences it in its process
     toy = brain()
     toy.fit(range(1, 3), ToyTrainLoader(2))
     said = [record.message for record in caplog.records if "does not reach" in record.message]

@@ -1,38 +1,16 @@
-"""What keeps ranks equal besides the exchange of gradients: buffers, statistics of batches, a comparison of bits."""
+"""What keeps ranks equal besides the exchange of gradients: rank 0's buffers, and a comparison of all bits."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from speechbrain.processing.features import InputNormalization
 from torch import nn
 
 from sbkit.errors import SbkitError
-from sbkit.nn import sync_batch_norm
-from sbkit.nn.fast.front_end import FixedNormalization
-from sbkit.recipe.parts import ParameterGroups
 from sbkit.train.distributed import ranks
-
-logger = logging.getLogger(__name__)
 
 #: Values whose products are in memory at once.
 _HASHED_AT_ONCE = 1 << 20
-
-
-@contextlib.contextmanager
-def zeroed(modules: nn.Module) -> Iterator[None]:
-    """Set all gradients of backwards inside this context to 0, NaN included: those of a dummy batch."""
-    handles = [p.register_hook(torch.zeros_like) for p in modules.parameters() if p.requires_grad]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Buffers:
@@ -122,33 +100,3 @@ def _place_factors(first: int, count: int, device: torch.device) -> torch.Tensor
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed = (mixed ^ (mixed >> shift)) * factor
     return (mixed ^ (mixed >> 31)) | 1
-
-
-def warn_unreached(modules: nn.Module, recipe: Mapping[str, Any], warned: set[str]) -> None:
-    """Warn of parameters without a gradient after the first backward, with their names in the recipe.
-
-    warned : the parameters of earlier warnings, which are not named again; updated here
-    """
-    unreached = {name for name, p in modules.named_parameters() if p.requires_grad and p.grad is None}
-    missing = unreached - warned
-    if missing and ranks.is_main():
-        whole: list[str] = []  # modules that the loss does not reach at all are named as such
-        for name, module in modules.named_modules():  # parents come before their children
-            inside = {f"{name}.{n}" for n, p in module.named_parameters() if p.requires_grad} - warned
-            is_in_another = name.startswith(tuple(f"{parent}." for parent in whole))
-            if name and inside and inside <= missing and not is_in_another:
-                whole.append(name)
-        covered = tuple(f"{name}." for name in whole)
-        names = sorted([*whole, *(name for name in missing if not name.startswith(covered))])
-        parts = ParameterGroups(modules, recipe)
-        logger.warning("The loss does not reach these parameters, so they are not trained (expected for a part that "
-                       "the recipe does not use, such as a decoder): %s",
-                       ", ".join(map(parts.name, names)).replace("_orig_mod.", ""))
-    warned |= unreached
-
-
-def communicates_in_forward(module: nn.Module) -> bool:
-    """Return whether a layer communicates between ranks in its forward, so that all ranks must call it together."""
-    if isinstance(module, InputNormalization):
-        return module.norm_type == "global" and not isinstance(module, FixedNormalization)
-    return isinstance(module, (nn.SyncBatchNorm, sync_batch_norm.SyncBatchNorm))

@@ -4,14 +4,35 @@ In the first backward nothing is known. At its end the ranks agree on the parame
 and on an order: that in which these became ready on the rank that was last. Those parameters are put into buckets, one
 flat tensor each. From then on a bucket is sent as soon as all its gradients are there, one after the other, so that all
 ranks send the same. Each ``grad`` then is a view into its bucket, as with DDP's ``gradient_as_bucket_view``.
+
+An exchange has two states. The first, ``_Agreement``, lasts for many steps, and says what a gradient without a bucket
+means. The second, ``_Progress``, says whether an exchange has begun. This is what moves them on:
+
+==========================================  ============================================================================
+event                                       what happens
+==========================================  ============================================================================
+autograd has added to a parameter's         ``_ready``. Not armed: the gradient stays on this rank. Armed: the first one
+``grad``                                    of a backward turns IDLE into IN_BACKWARD, and has autograd call ``finish``
+                                            at the end. If all gradients of the next buckets are there, these are sent.
+                                            Into a bucket that is sent, nothing may be added: an error
+autograd is at the end of that backward     ``finish``: ranks agree, unless that is FIXED; what was not sent yet is
+                                            sent, and waited for; then IDLE
+a caller has gradients from backwards that  ``finish``, likewise, from IDLE
+were not armed, or from a CUDA graph
+an armed backward raised an error           ``reset`` finishes first: autograd has not called ``finish``, and other
+                                            ranks may wait for what was not sent. Then as below
+other parameters train from now on          ``reset``: new hooks, no buckets, NOT_YET or EACH_TIME
+a capture as a CUDA graph failed            ``forget_backward``: back to IDLE, as nothing was sent
+==========================================  ============================================================================
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -28,6 +49,27 @@ BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20
 _ALIGNMENT = 16
 
 
+class _Agreement(enum.Enum):
+    """What ranks have agreed on."""
+
+    NOT_YET = enum.auto()
+    """There are no buckets. Hooks note what is reached, and nothing is sent before the end of the backward."""
+    FIXED = enum.auto()
+    """The buckets stay. A gradient that has none is dropped, since other ranks don't expect it (``changed``); one that
+    is missing in its bucket is sent as zeros (``missed``)."""
+    EACH_TIME = enum.auto()
+    """As NOT_YET in every backward; the last buckets are used again if the same parameters were reached."""
+
+
+class _Progress(enum.Enum):
+    """How far the exchange of a step is."""
+
+    IDLE = enum.auto()
+    """It has not begun: backwards that aren't armed accumulate."""
+    IN_BACKWARD = enum.auto()
+    """An armed backward has given its first gradient, and autograd will call ``finish``."""
+
+
 @dataclass(eq=False)
 class _Bucket:
     """Gradients of one type on one device that are exchanged together."""
@@ -37,7 +79,45 @@ class _Bucket:
     views: list[torch.Tensor]  # of the parameters' gradients into ``flat``
     members: frozenset[int]  # the parameters' positions
     waiting: set[int]  # those without a gradient from this backward yet
-    work: dist.Work | None = field(default=None, repr=False)
+    work: dist.Work | None = field(default=None, repr=False)  # once it is sent
+
+    @classmethod
+    def of(cls, parameters: list[Parameter], members: Sequence[int]) -> _Bucket:
+        """Make a bucket with zeros; ``members``: the positions of these parameters."""
+        ends = list(accumulate(math.ceil(p.numel() / _ALIGNMENT) * _ALIGNMENT for p in parameters))
+        starts = [0, *ends[:-1]]
+        flat = torch.zeros(ends[-1], dtype=parameters[0].dtype, device=parameters[0].device)
+        # With the parameters' strides, as fused optimizers want them.
+        views = [flat.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), start)
+                 for p, start in zip(parameters, starts, strict=True)]
+        return cls(flat, parameters, views, frozenset(members), set(members))
+
+    @torch.no_grad()
+    def take_gradients(self) -> bool:
+        """Bring the parameters' gradients into their views, zeros for missing ones; return whether any is missing."""
+        missing = []
+        moved = []
+        gradients = []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            gradient = parameter.grad
+            if gradient is view:  # zeroed in place, and accumulated into
+                continue
+            if gradient is None:
+                missing.append(view)
+            else:
+                moved.append(view)
+                gradients.append(gradient)
+            parameter.grad = view
+        if moved:
+            torch._foreach_copy_(moved, gradients)
+        if missing:
+            torch._foreach_zero_(missing)
+        return bool(missing)
+
+    def expect_backward(self) -> None:
+        """Wait for all gradients again."""
+        self.work = None
+        self.waiting = set(self.members)
 
 
 class GradientExchange:
@@ -59,14 +139,20 @@ class GradientExchange:
         self.armed = True
         """Whether the next backward exchanges; otherwise it accumulates on this rank."""
         self._named = list(named_parameters)
-        self._queued = False  # an exchanging backward is running
+        self._progress = _Progress.IDLE
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         ranks.cpu_group()
         self.reset()
 
+    @property
+    def _agreement(self) -> _Agreement:
+        if self.agree_each_time:
+            return _Agreement.EACH_TIME
+        return _Agreement.FIXED if self._buckets else _Agreement.NOT_YET
+
     def reset(self, agree_each_time: bool | None = None) -> None:
         """Agree anew in the next backward: other parameters train from now on, or a backward was left by an error."""
-        if self._queued:  # other ranks may be waiting for what the failed backward has not sent
+        if self._progress is _Progress.IN_BACKWARD:  # other ranks may be waiting for what it has not sent
             self.finish()
         self.close()
         if agree_each_time is not None:
@@ -75,11 +161,11 @@ class GradientExchange:
         """Names of parameters that this rank reached, but no rank when all agreed; their gradients were dropped."""
         self.missed = False
         """Whether this rank did not reach an agreed parameter in the last exchange, and gave zeros for its gradient."""
-        # In the order in which this rank reached them since the last exchange; not kept once all have agreed for good.
+        # Positions, in the order in which this rank reached them since the last exchange; unused once all are FIXED.
         self._reached: dict[int, None] = {}
         self._names = [name for name, p in self._named if p.requires_grad]
         self._parameters = [p for _, p in self._named if p.requires_grad]
-        self._bucket_of: list[_Bucket | None] = [None] * len(self._names)  # while all agree for good
+        self._bucket_of: list[_Bucket | None] = [None] * len(self._names)  # all None, unless FIXED
         if self.world > 1:
             self._handles = [p.register_post_accumulate_grad_hook(functools.partial(self._ready, i))
                              for i, p in enumerate(self._parameters)]
@@ -89,29 +175,32 @@ class GradientExchange:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._buckets: list[_Bucket] = []
-        self._sent = 0
-        self._queued = False
+        self._buckets: list[_Bucket] = []  # in the order in which they are sent
+        self._sent = 0  # how many of them are sent
+        self._progress = _Progress.IDLE
 
     def views(self) -> dict[Parameter, torch.Tensor]:
         """Return the views into buckets in which gradients are exchanged, of all parameters that ranks agreed on."""
         return {parameter: view for bucket in self._buckets
                 for parameter, view in zip(bucket.parameters, bucket.views, strict=True)}
 
+    # ------------------------------------------------------------ while backward computes
+
     def _ready(self, i: int, parameter: torch.Tensor) -> None:
         """Send what is complete with the gradient of this parameter; autograd calls it once in a backward."""
         bucket = self._bucket_of[i]
         if bucket is None:
-            if self._buckets and not self.agree_each_time:  # other ranks don't expect it
+            if self._agreement is _Agreement.FIXED:
                 self.changed.add(self._names[i])
                 parameter.grad = None
             else:
                 self._reached.setdefault(i)
         if not self.armed:
             return
-        if not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+        if self._progress is _Progress.IDLE:
+            self._progress = _Progress.IN_BACKWARD
+            _call_at_end_of_backward(self.finish)
         if bucket is None:
             return
         if bucket.work is not None:
@@ -125,23 +214,11 @@ class GradientExchange:
         """Bring the gradients of the next bucket into it, and start its sum over ranks."""
         bucket = self._buckets[self._sent]
         self._sent += 1
-        empty, moved, grads = [], [], []
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-            grad = parameter.grad
-            if grad is view:  # zeroed in place, and accumulated into
-                continue
-            if grad is None:
-                empty.append(view)
-            else:
-                moved.append(view)
-                grads.append(grad)
-            parameter.grad = view
-        if moved:
-            torch._foreach_copy_(moved, grads)
-        if empty:
-            torch._foreach_zero_(empty)
+        if bucket.take_gradients():
             self.missed = True
         bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+
+    # ------------------------------------------------------------ at its end
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -153,18 +230,11 @@ class GradientExchange:
         """
         if self.world == 1:
             return
-        if self._queued and not self.mean and torch._C._current_autograd_node() is not None:
+        if self._progress is _Progress.IN_BACKWARD and not self.mean and _is_inside_backward():
             raise _reentrant("the model")
         self.missed = False
-        if self.agree_each_time or not self._buckets:
-            # On the parameters that any rank reached since the last exchange.
-            arrival = torch.zeros(len(self._parameters), dtype=torch.int32)
-            reached = [i for i in self._reached if self._parameters[i].grad is not None]
-            arrival[reached] = torch.arange(1, len(reached) + 1, dtype=torch.int32)
-            dist.all_reduce(arrival, op=dist.ReduceOp.MAX, group=ranks.cpu_group())  # no wait for the device
-            order = [i for i in arrival.argsort(stable=True).tolist() if arrival[i]]
-            if set(order) != {i for bucket in self._buckets for i in bucket.members}:
-                self._make_buckets(order)
+        if self._agreement is not _Agreement.FIXED:
+            self._agree()
         while self._sent < len(self._buckets):
             self._send()
         for bucket in self._buckets:
@@ -177,15 +247,34 @@ class GradientExchange:
     def forget_backward(self) -> None:
         """Begin anew: the last backward has been exchanged, or was left by an error while it was captured."""
         for bucket in self._buckets:
-            bucket.work = None
-            bucket.waiting = set(bucket.members)
+            bucket.expect_backward()
         self._sent = 0
-        self._queued = False
+        self._progress = _Progress.IDLE
         self._reached = {}
+
+    def _agree(self) -> None:
+        """Agree on the parameters that any rank reached since the last exchange, and make buckets of them."""
+        arrival = torch.zeros(len(self._parameters), dtype=torch.int32)  # 0: not reached; 1: reached first
+        reached = [i for i in self._reached if self._parameters[i].grad is not None]
+        arrival[reached] = torch.arange(1, len(reached) + 1, dtype=torch.int32)
+        # On the CPU, so that nothing waits for the device.
+        dist.all_reduce(arrival, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
+        order = [i for i in arrival.argsort(stable=True).tolist() if arrival[i]]
+        if set(order) != {i for bucket in self._buckets for i in bucket.members}:
+            self._make_buckets(order)
 
     def _make_buckets(self, order: list[int]) -> None:
         """Make the buckets of parameters, which are sent in this order of their positions."""
         self._buckets = []
+        for members in self._divided(order):
+            bucket = _Bucket.of([self._parameters[i] for i in members], members)
+            self._buckets.append(bucket)
+            if not self.agree_each_time:
+                for i in members:
+                    self._bucket_of[i] = bucket
+
+    def _divided(self, order: list[int]) -> list[list[int]]:
+        """Divide positions into buckets of one type and device each, those first that are complete first."""
         complete: list[list[int]] = []
         begun: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         bytes_of: Counter[tuple[torch.dtype, torch.device]] = Counter()
@@ -196,17 +285,20 @@ class GradientExchange:
             if bytes_of[key] >= (BUCKET_BYTES if complete else FIRST_BUCKET_BYTES):
                 complete.append(begun.pop(key))
                 del bytes_of[key]
-        for members in [*complete, *begun.values()]:
-            parameters = [self._parameters[i] for i in members]
-            ends = list(accumulate(math.ceil(p.numel() / _ALIGNMENT) * _ALIGNMENT for p in parameters))
-            flat = torch.zeros(ends[-1], dtype=parameters[0].dtype, device=parameters[0].device)
-            # With the parameters' strides, as fused optimizers want them.
-            views = [flat.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), start)
-                     for p, start in zip(parameters, [0, *ends[:-1]], strict=True)]
-            bucket = _Bucket(flat, parameters, views, frozenset(members), set(members))
-            self._buckets.append(bucket)
-            for i in () if self.agree_each_time else members:
-                self._bucket_of[i] = bucket
+        return [*complete, *begun.values()]
+
+
+# ------------------------------------------------------------ what autograd says only in private
+
+
+def _call_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Have autograd call a function at the end of the backward that is running, as DDP and FSDP do."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def _is_inside_backward() -> bool:
+    """Return whether autograd is computing a node: at the end of a backward it is, if that ran within another one."""
+    return torch._C._current_autograd_node() is not None
 
 
 def _reentrant(what: str) -> SbkitError:

@@ -2,6 +2,7 @@
 
 Chosen once, when the modules are wrapped; a step asks no more which of them it is. Whatever the mode, a step sums its
 losses and counts over ranks after its last backward, by ``reduce``, so all ranks send the same in the same order.
+A rank that has no batch left computes a dummy one, whose gradients are ``zeroed``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from speechbrain.processing.features import InputNormalization
+from torch import nn
 
+from sbkit.nn import sync_batch_norm
+from sbkit.nn.fast.front_end import FixedNormalization
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.exchange import GradientExchange
 
@@ -134,3 +139,21 @@ class Sharded(Single):
     def gathered(self) -> Iterator[None]:
         with self.sharded.gathered():
             yield
+
+
+@contextlib.contextmanager
+def zeroed(modules: nn.Module) -> Iterator[None]:
+    """Set all gradients of backwards inside this context to 0, NaN included: those of a dummy batch."""
+    handles = [p.register_hook(torch.zeros_like) for p in modules.parameters() if p.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def communicates_in_forward(module: nn.Module) -> bool:
+    """Return whether a layer communicates between ranks in its forward, so that all ranks must call it together."""
+    if isinstance(module, InputNormalization):
+        return module.norm_type == "global" and not isinstance(module, FixedNormalization)
+    return isinstance(module, (nn.SyncBatchNorm, sync_batch_norm.SyncBatchNorm))

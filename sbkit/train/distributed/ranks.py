@@ -7,7 +7,7 @@
 ``collectives.py``  what ranks do together
 ``failures.py``     how the failure of one rank ends all: who writes which key, who reads it, and in what time
 ``ending.py``       how a process ends at once, after pending writes
-``launcher.py``       how a process ends whose torchrun is gone
+``launcher.py``     how a process ends whose torchrun is gone
 ==================  ================================================================================================
 """
 

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from sbkit.errors import first_line
 from sbkit.train import rng
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.equality import communicates_in_forward
-from sbkit.train.distributed.parallel import Single
+from sbkit.train.distributed.parallel import Single, communicates_in_forward
 from sbkit.train.hooks import Hooks
 from sbkit.train.runner import Rates
 

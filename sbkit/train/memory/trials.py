@@ -86,7 +86,7 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
         brain.open_step(brain.optimizer_step + 1)
         brain.trainer.freezing.train()
         durations = _durations(recipe, request, Path(folder))
-        logger = logging.getLogger("sbkit.train.distributed.equality")  # the run itself will warn of unused layers
+        logger = logging.getLogger("sbkit.train.distributed.unreached")  # the run itself will warn of unused layers
         before = logger.level
         logger.setLevel(logging.ERROR)
         try:

@@ -30,7 +30,7 @@ def trial_of(recipe, *words):
 @pytest.fixture
 def trial():
     """It leaves the warnings of unused layers to the run that comes after it."""
-    logger = logging.getLogger("sbkit.train.distributed.equality")
+    logger = logging.getLogger("sbkit.train.distributed.unreached")
     with trial_of(SMALL) as made:
         assert not logger.isEnabledFor(logging.WARNING)
         yield made
