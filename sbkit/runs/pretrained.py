@@ -31,7 +31,8 @@ from torch import nn
 from sbkit.errors import SbkitError, summary
 from sbkit.nn.adapters import is_added
 from sbkit.recipe.ownership import missing_weights, saved_by
-from sbkit.train.checkpoint.state import Hook, differences, load_file, load_state
+from sbkit.train.checkpoint.hooks import Hook
+from sbkit.train.checkpoint.state import differences, load_file, load_state
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)

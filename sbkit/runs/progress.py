@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, Checkpoint
+from speechbrain.utils.checkpoints import Checkpoint
 from speechbrain.utils.epoch_loop import EpochCounter, EpochCounterWithStopper
 
 from sbkit.compat.brain import Brain
 from sbkit.score.run_files import METRICS
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable
+from sbkit.train.checkpoint.hooks import loading_hook
+from sbkit.train.checkpoint.state import NotLoaded, load_recoverable
 from sbkit.train.distributed import ranks
 from sbkit.train.early_stopping import STOPPER, keys_to_raise, load_stopper
 from sbkit.train.state import TrainState
@@ -76,7 +77,7 @@ def _progress_at(checkpoint: Checkpoint, counter: EpochCounter, counter_name: st
     state.load_state_dict(yaml.safe_load(checkpoint.paramfiles["brain"].read_text(encoding="utf-8")), epoch_ended)
 
     saved_counter = copy.copy(counter)
-    load_hook = hook_for(saved_counter, None, DEFAULT_LOAD_HOOKS, "load")
+    load_hook = loading_hook(saved_counter)
     load_recoverable(saved_counter, counter_name, checkpoint.paramfiles[counter_name], load_hook, epoch_ended)
     if isinstance(saved_counter, EpochCounterWithStopper) and STOPPER in checkpoint.paramfiles:
         load_stopper(saved_counter, checkpoint.paramfiles[STOPPER], epoch_ended)

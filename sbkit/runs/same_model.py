@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, ckpt_recency, torch_recovery
+from speechbrain.utils.checkpoints import ckpt_recency, torch_recovery
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
@@ -19,7 +19,8 @@ from sbkit.runs.initial import checkpoints_of
 from sbkit.runs.start_guard import changed_since, in_words
 from sbkit.score.run_files import BEFORE_START, RECIPE
 from sbkit.train.checkpoint.files import CheckpointError, readable_checkpoints
-from sbkit.train.checkpoint.state import differences, hook_for, other_model, read_state
+from sbkit.train.checkpoint.hooks import loading_hook
+from sbkit.train.checkpoint.state import differences, other_model, read_state
 
 
 def check_checkpoints(trace: Trace, findings: Findings, sized_by_corpus: Sequence[str]) -> None:
@@ -39,7 +40,7 @@ def check_checkpoints(trace: Trace, findings: Findings, sized_by_corpus: Sequenc
     for name, module in (recoverables(trace.built) or {}).items():
         path = newest_first[0].paramfiles.get(name)
         plain = isinstance(module, torch.nn.Module) and \
-            hook_for(module, None, DEFAULT_LOAD_HOOKS, "load") is torch_recovery
+            loading_hook(module) is torch_recovery
         if path is None or not plain:
             continue
         try:

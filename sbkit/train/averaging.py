@@ -21,7 +21,8 @@ from sbkit.errors import SbkitError
 from sbkit.nn.device_numbers import DeviceNumbers
 from sbkit.score.weights import Average
 from sbkit.train.checkpoint.files import damage
-from sbkit.train.checkpoint.state import TENSORS, differences, load_file
+from sbkit.train.checkpoint.hooks import TENSORS
+from sbkit.train.checkpoint.state import differences, load_file
 from sbkit.train.distributed import sharding
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,9 @@
 """SpeechBrain's Checkpointer, with safe writes: each checkpoint is complete or absent, and damaged ones are skipped.
 
 ``Checkpointer`` says what is done on which rank, and in which order. What it builds on has files of its own: folders on
-disk (``files``), a checkpoint that is being written and the thread that writes it (``pending``), states and hooks
-(``state``), and which checkpoint is the most important (``ranking``).
+disk (``files``), a checkpoint that is being written and the thread that writes it (``pending``), the hooks that save
+and load an object (``hooks``), copies of states (``snapshot``), loading them (``state``), and which checkpoint is the
+most important (``ranking``).
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from speechbrain.utils.epoch_loop import EpochCounter
 from sbkit.system import disk
 from sbkit.train.checkpoint import files, ranking
 from sbkit.train.checkpoint.files import CheckpointError
+from sbkit.train.checkpoint.hooks import TENSORS, Hook, loading_hook, saving_hook, unsaved_state
 from sbkit.train.checkpoint.pending import BackgroundWriter, PendingCheckpoint, plain
 from sbkit.train.checkpoint.ranking import Importance
-from sbkit.train.checkpoint.state import TENSORS, Hook, NotLoaded, hook_for, load_recoverable, unsaved_state
+from sbkit.train.checkpoint.state import NotLoaded, load_recoverable
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -103,7 +105,7 @@ class Checkpointer(stock.Checkpointer):
 
         If ``asynchronous``, the checkpoint is still being written; ``wait`` returns it once it exists.
         """
-        return self._save(dict(meta or {}), end_of_epoch, name, verbosity)
+        return _Save(self, dict(meta or {}), end_of_epoch, name, verbosity).run()
 
     def save_and_keep_only(
         self, meta: Mapping[str, Any] | None = None, end_of_epoch: bool = True, name: str | None = None,
@@ -130,66 +132,7 @@ class Checkpointer(stock.Checkpointer):
         def tidy() -> None:
             self._delete(num_to_keep, min_keys, max_keys, importance_keys, ckpt_predicate, verbosity, keep_key=KEEP)
 
-        self._save(meta, end_of_epoch, name, verbosity, tidy, keys=(*min_keys, *max_keys))
-
-    def _save(
-        self, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int,
-        tidy: Callable[[], None] | None = None, keys: Sequence[str] = (),
-    ) -> Checkpoint | None:
-        """Save on all ranks, in four parts:
-
-        1. rank 0 makes a hidden folder (``begin``); without one, no rank saves;
-        2. all ranks collect states, and run hooks that write to that folder; if one of them finds its disk full, rank 0
-           gives the folder up (``refuse``);
-        3. rank 0 writes the states and publishes the folder (``finish``), now or in the background;
-        4. a key that no checkpoint has is an error only now: the epoch is saved, and nothing was deleted by it.
-
-        tidy : called on rank 0 after saving, to delete other checkpoints
-        keys : meta keys that ``tidy`` uses
-        """
-        pending: PendingCheckpoint | None = None  # stays None on the other ranks
-
-        def begin() -> tuple[Path | None, CheckpointError | None]:
-            nonlocal pending
-            self.writer.wait()
-            for message in unsaved_state(self.recoverables):
-                self._warn_once(message)
-            key_error = self._unknown_key(keys, [meta, *(ckpt.meta for ckpt in self._readable())])
-            meta_to_save = {**self._standard_meta(end_of_epoch), **plain(meta)}
-            path = self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)
-            pending = PendingCheckpoint(path, meta_to_save, end_of_epoch, verbosity)
-            try:
-                pending.begin()
-            except OSError as error:
-                refuse(error)
-                pending = None
-            return pending.folder if pending is not None else None, key_error
-
-        def refuse(error: OSError) -> None:
-            assert pending is not None, "this rank writes"
-            self._handle_failure(pending, error)
-
-        def finish() -> bool:
-            assert pending is not None, "this rank writes"
-            return self._finish(pending, None if key_error else tidy)
-
-        with ranks.failing_together():
-            folder, key_error = ranks.run_on_main(begin)
-            if folder is None:
-                return None
-            disk_error = self._collect(folder, pending, "all" if self.asynchronous else None)
-            if disk_error is not None:
-                ranks.run_on_main(refuse, disk_error)
-                return None
-            saved = True
-            if not self.asynchronous:
-                saved = ranks.run_on_main(finish)
-            elif pending is not None:
-                self.writer.start(finish)
-            if key_error is not None:
-                ranks.run_on_main(self.writer.wait)
-                ranks.raise_on_main(key_error)
-        return pending.result if pending is not None and saved else None
+        _Save(self, meta, end_of_epoch, name, verbosity, tidy, keys=(*min_keys, *max_keys)).run()
 
     def hold(self, meta: Mapping[str, Any]) -> None:
         """Hold the present state for a mid-epoch checkpoint that ``publish`` may write later.
@@ -197,24 +140,25 @@ class Checkpointer(stock.Checkpointer):
         Tensors are not copied, so nothing may change them until ``publish`` or ``drop``. A full disk is no error.
         """
         self.drop()
-        pending: PendingCheckpoint | None = None
+        is_complete = False
+        try:
+            with ranks.failing_together():
+                folder = ranks.run_on_main(self._begin_to_hold, meta)
+                is_complete = folder is not None and self._collect(folder, self._held, "numbers") is None
+        finally:
+            if not is_complete:
+                self.drop()
 
-        def begin() -> Path | None:
-            nonlocal pending
-            pending = PendingCheckpoint(self.checkpoints_dir / _HELD, plain(meta), False, logging.DEBUG)
-            try:
-                pending.begin()
-            except OSError as error:
-                logger.debug("no checkpoint is held: %s", error)
-                pending = None
-            return pending.folder if pending is not None else None
-
-        with ranks.failing_together():
-            folder = ranks.run_on_main(begin)
-            refused = folder is None or self._collect(folder, pending, "numbers") is not None
-        if pending is not None and refused:
-            pending.discard()
-        self._held = None if refused else pending
+    def _begin_to_hold(self, meta: Mapping[str, Any]) -> Path | None:
+        """Make the hidden folder on rank 0, and return it; None if the disk is full."""
+        pending = PendingCheckpoint(self.checkpoints_dir / _HELD, plain(meta), False, logging.DEBUG)
+        try:
+            pending.begin()
+        except OSError as error:
+            logger.debug("no checkpoint is held: %s", error)
+            return None
+        self._held = pending
+        return pending.folder
 
     def publish(self) -> Checkpoint | None:
         """Write and publish the held state, delete earlier ones, and return the checkpoint; None if nothing is held.
@@ -269,8 +213,7 @@ class Checkpointer(stock.Checkpointer):
         disk_error: OSError | None = None
         for name, obj in self.recoverables.items():
             path = folder / f"{name}{PARAMFILE_EXT}"
-            hook: Any = hook_for(  # SpeechBrain's have different arguments
-                obj, self.custom_save_hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")
+            hook: Any = saving_hook(obj, self.custom_save_hooks.get(name))  # SpeechBrain's have different arguments
             if pending is not None:
                 pending.names[name] = path.name
             try:
@@ -495,7 +438,7 @@ class Checkpointer(stock.Checkpointer):
         for name, obj in self.recoverables.items():
             file = checkpoint.paramfiles.get(name)
             if file is not None:
-                hook = hook_for(obj, self.custom_load_hooks.get(name), stock.DEFAULT_LOAD_HOOKS, "load")
+                hook = loading_hook(obj, self.custom_load_hooks.get(name))
                 load_recoverable(obj, name, file, hook, checkpoint.meta.get("end-of-epoch", True))
             elif self._is_required(name):
                 raise CheckpointError(
@@ -504,3 +447,91 @@ class Checkpointer(stock.Checkpointer):
                     hint=f"add {name!r} with optional_load=True to continue without its state")
             elif not self.allow_partial_load:
                 logger.warning("%s has no state for %r, which keeps its initial state", path, name)
+
+
+class _Save:
+    """One save on all ranks, in named steps.
+
+    1. ``begin``, on rank 0: makes a hidden folder; without one, no rank saves;
+    2. ``Checkpointer._collect``, on all ranks: collects states, and runs hooks that write to that folder; if one of
+       them finds its disk full, rank 0 gives the folder up (``refuse``);
+    3. ``write``, on rank 0: writes the states and publishes the folder, now or in the background;
+    4. ``raise_key_error``, on all ranks: a key that no checkpoint has is an error only now. The epoch is saved, and
+       nothing was deleted by that key.
+
+    tidy : called on rank 0 after saving, to delete other checkpoints
+    keys : meta keys that ``tidy`` uses
+    """
+
+    def __init__(self, checkpointer: Checkpointer, meta: dict[str, Any], end_of_epoch: bool, name: str | None,
+                 verbosity: int, tidy: Callable[[], None] | None = None, keys: Sequence[str] = ()):
+        self.checkpointer = checkpointer
+        self.meta = meta
+        self.end_of_epoch = end_of_epoch
+        self.name = name
+        self.verbosity = verbosity
+        self.tidy = tidy
+        self.keys = keys
+        self.pending: PendingCheckpoint | None = None  # stays None on the other ranks
+        self.key_error: CheckpointError | None = None
+
+    def run(self) -> Checkpoint | None:
+        """Save; return the checkpoint on rank 0, and None elsewhere or after a warning."""
+        checkpointer = self.checkpointer
+        with ranks.failing_together():
+            folder, self.key_error = ranks.run_on_main(self.begin)
+            if folder is None:
+                return None
+            disk_error = checkpointer._collect(folder, self.pending, "all" if checkpointer.asynchronous else None)
+            if disk_error is not None:
+                ranks.run_on_main(self.refuse, disk_error)
+                return None
+            is_saved = self.write_now_or_later()
+            if self.key_error is not None:
+                self.raise_key_error(self.key_error)
+        return self.pending.result if self.pending is not None and is_saved else None
+
+    def begin(self) -> tuple[Path | None, CheckpointError | None]:
+        """Return the hidden folder, None if the disk is full, and the error for a key that no checkpoint has."""
+        checkpointer = self.checkpointer
+        checkpointer.writer.wait()
+        for message in unsaved_state(checkpointer.recoverables):
+            checkpointer._warn_once(message)
+        metas = [self.meta, *(earlier.meta for earlier in checkpointer._readable())]
+        key_error = checkpointer._unknown_key(self.keys, metas)
+        meta = {**checkpointer._standard_meta(self.end_of_epoch), **plain(self.meta)}
+        if self.name is None:
+            path = checkpointer._new_checkpoint_dirpath()
+        else:
+            path = checkpointer._custom_checkpoint_dirpath(self.name)
+
+        self.pending = PendingCheckpoint(path, meta, self.end_of_epoch, self.verbosity)
+        try:
+            self.pending.begin()
+        except OSError as error:
+            self.refuse(error)
+            return None, key_error
+        return self.pending.folder, key_error
+
+    def refuse(self, error: OSError) -> None:
+        """Give the folder up: a warning, or an error if this save was important."""
+        assert self.pending is not None, "this rank writes"
+        self.checkpointer._handle_failure(self.pending, error)
+
+    def write_now_or_later(self) -> bool:
+        """Have rank 0 write; return False if that has failed already, and it was only a warning."""
+        if not self.checkpointer.asynchronous:
+            return ranks.run_on_main(self.write)
+        if self.pending is not None:
+            self.checkpointer.writer.start(self.write)
+        return True
+
+    def write(self) -> bool:
+        """Write and publish, then delete others, unless the key that decides which is unknown."""
+        assert self.pending is not None, "this rank writes"
+        return self.checkpointer._finish(self.pending, None if self.key_error else self.tidy)
+
+    def raise_key_error(self, key_error: CheckpointError) -> None:
+        """Raise it once nothing is being written any more."""
+        ranks.run_on_main(self.checkpointer.writer.wait)
+        ranks.raise_on_main(key_error)

@@ -17,7 +17,7 @@ from speechbrain.utils.checkpoints import PARAMFILE_EXT, Checkpoint
 from sbkit.data.lock import Lock
 from sbkit.train.batches import tensors_in
 from sbkit.train.checkpoint import files
-from sbkit.train.checkpoint import state as states
+from sbkit.train.checkpoint.snapshot import snapshot
 from sbkit.train.distributed import ending
 
 
@@ -48,7 +48,7 @@ class PendingCheckpoint:
 
         copy : what to copy because it may change before it is written: "all", "numbers" (all but tensors) or None
         """
-        self._states[name] = states.snapshot(state, tensors=copy == "all") if copy else (state, lambda: None)
+        self._states[name] = snapshot(state, tensors=copy == "all") if copy else (state, lambda: None)
 
     def write(self) -> None:
         """Write the remaining states and publish the checkpoint under its name."""

@@ -1,136 +1,30 @@
-"""States of recoverables: copying them off the device, loading them, and comparing them with a model."""
+"""States of recoverables: loading them from a file, and comparing them with a model."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from speechbrain.core import Brain
-from speechbrain.nnet.schedulers import InverseSquareRootScheduler
-from speechbrain.utils.checkpoints import (
-    DEFAULT_LOAD_HOOKS,
-    DEFAULT_SAVE_HOOKS,
-    get_default_hook,
-    hook_on_loading_state_dict_checkpoint,
-    torch_recovery,
-    torch_save,
-    torch_save_once_per_node,
-)
-from torch.optim import Optimizer
+from speechbrain.utils.checkpoints import hook_on_loading_state_dict_checkpoint, torch_recovery
 
 from sbkit.errors import SbkitError, shown_names, summary
 from sbkit.recipe.report import listed
 from sbkit.system import untrusted
 from sbkit.train.checkpoint.files import CheckpointError
 
-T = TypeVar("T")
-Hook = Callable[..., Any]  # saves an object to a path, or loads it
+Hook = Callable[..., Any]  # loads an object from a path
 Recoverable = Any  # a module, an optimizer, or another object with a state dict or its own hook
-TENSORS = (torch_save, torch_save_once_per_node)  # hooks that only save a state dict
 _NOT_OPTIONS = ("params", "lr", "initial_lr")  # entries of a parameter group that are not options of the recipe
 # States of Adam, SGD and Muon with the shape of their parameter; factored or flattened ones have other names.
 _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum", "direction")
 MAX_NAMED = 5  # how many keys of each kind an error lists
-
-
-# ---------------------------------------------------------------- hooks
-
-
-def hook_for(obj: object, custom: Hook | None, defaults: Mapping[type, Hook], verb: str) -> Hook:
-    """Return the hook that saves or loads an object, by SpeechBrain's rules."""
-    hook = custom or get_default_hook(obj, defaults)
-    if hook is None:
-        raise RuntimeError(f"Don't know how to {verb} {type(obj)}. Register default hook or add custom hook "
-                           "for this object.")
-    return hook
-
-
-def unsaved_state(recoverables: Mapping[str, Any]) -> list[str]:
-    """Return warnings about modules in recoverables with state outside of the state dict, and a Brain's optimizers."""
-    saved = set(map(id, recoverables.values()))
-    warnings = []
-    for name, obj in recoverables.items():
-        for path, module in obj.named_modules() if isinstance(obj, torch.nn.Module) else ():
-            hook = get_default_hook(module, DEFAULT_SAVE_HOOKS)
-            if path and hook not in TENSORS and id(module) not in saved:
-                warnings.append(f"{name}.{path} ({type(module).__name__}) has state that is not in the state dict of "
-                                f"{name!r} and so is not saved: add it to the recoverables")
-        for attribute, optimizer in vars(obj).items() if isinstance(obj, Brain) else ():
-            if isinstance(optimizer, Optimizer) and id(optimizer) not in saved and _has_tensors(optimizer):
-                warnings.append(f"{attribute} ({type(optimizer).__name__}) is not among the recoverables, so a run "
-                                "that resumes differs from one that was never stopped: in init_optimizers, call "
-                                f"self.checkpointer.add_recoverable({attribute!r}, self.{attribute})")
-    return warnings
-
-
-def _has_tensors(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has a state, as those have after a step; plain SGD has none."""
-    return any(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
-
-
-# ---------------------------------------------------------------- copying
-
-
-def snapshot(state: T, tensors: bool = True) -> tuple[T, Callable[[], None]]:
-    """Copy a state to the CPU; return the copy, and a function to call before reading it.
-
-    tensors : whether to copy tensors, too
-
-    Copies from a GPU go to pinned memory in stream order. So training may change the weights right away, and only the
-    caller of the returned function waits.
-    """
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}
-    devices: set[torch.device] = set()
-
-    def walk(value: Any) -> Any:  # of the same type as the value
-        if isinstance(value, torch.Tensor) and not tensors:
-            return value
-        if isinstance(value, torch.Tensor):
-            is_strided = value.layout == torch.strided
-            # Tied weights stay one tensor in the file, as with torch.save.
-            key: tuple[Any, ...] = ()
-            if is_strided and type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel():
-                key = (value.data_ptr(), value.device, value.shape, value.stride(), value.dtype)
-            if key in copies:
-                return copies[key]
-            if value.device.type == "cpu" or not is_strided:
-                copied = value.detach().clone().cpu()
-            else:
-                devices.add(value.device)
-                is_pinned = value.device.type == "cuda"
-                copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=is_pinned)
-                copied.copy_(value.detach(), non_blocking=is_pinned)
-            if key:
-                copies[key] = copied
-            return copied
-        if isinstance(value, dict):
-            new = copy.copy(value)  # keeps the class, and the _metadata of an OrderedDict
-            for name, item in value.items():
-                new[name] = walk(item)
-            return new
-        if type(value) in (list, tuple):
-            return type(value)(map(walk, value))
-        return copy.deepcopy(value)
-
-    copied = walk(state)
-    events = [torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"]
-
-    def ready() -> None:
-        for event in events:
-            event.synchronize()
-
-    return copied, ready
-
-
-# ---------------------------------------------------------------- loading
 
 
 @contextlib.contextmanager
@@ -239,11 +133,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path
             f"{missing[0]!r}",
             hint="use the opt_class that this run started with, or another output_folder, where `sbkit train` goes on "
                  "from the weights with --init_from")
-
-
-# SpeechBrain can save this one but not load it, so a resume would fail
-DEFAULT_LOAD_HOOKS.setdefault(InverseSquareRootScheduler,
-                              lambda obj, path, end_of_epoch: obj.__dict__.update(load_file(path)))
 
 
 def differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
