@@ -71,9 +71,9 @@ def _check_here(argv: list[str], options: argparse.Namespace) -> int:
     request = arguments.parse(argv, importable=not options.no_run)
     measure = None
     if options.measure:
-        from sbkit.train.memory import trials
+        from sbkit.train.memory import step_timing
 
-        measure = partial(trials.measure, request, planned=options.price is not None)
+        measure = partial(step_timing.measure, request, planned=options.price is not None)
     pricing = None
     if options.price is not None:
         from sbkit.recipe.price import PriceRequest

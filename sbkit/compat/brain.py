@@ -19,6 +19,7 @@ from speechbrain.utils.run_opts import RunOptions
 from torch.optim import Optimizer
 
 from sbkit.compat import loaders
+from sbkit.compat.drawn_ahead import SpeechBrainDrawnAhead
 from sbkit.compat.evaluation_pass import evaluation_pass
 from sbkit.compat.hooks import BrainHooks, objectives_of
 from sbkit.compat.script_loop import ScriptTrainer
@@ -121,7 +122,8 @@ class Brain(sb.core.Brain):
         self.utilisation: Utilisation | None = None
         """With it, each epoch of ``fit`` reports the share of the device's peak FLOPs that it used."""
         self.metrics_log = None if self.debug else MetricsLog.of(self.keys, vars(self.hparams))
-        self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device, self.layer_roots)
+        self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device,
+                                 SpeechBrainDrawnAhead(self.layer_roots, device))
         self._rate_factors: dict[str, float] = {}
         """The factors of parameters by path, once there are optimizers."""
         self.overridden_methods = [name for name in _METHODS_OF_A_STEP

@@ -193,8 +193,12 @@ class BrainHooks:
         brain = self.brain
         yield type(brain).__name__, brain
         yield "hparams", brain.hparams
-        yield from dict.fromkeys((type(module).__name__, module) for root in brain.layer_roots
-                                 for module in root.modules())
+        names: dict[torch.nn.Module, str] = {}
+        for root in brain.layer_roots:  # one may hold another
+            for path, module in root.named_modules():
+                kind = type(module).__name__
+                names.setdefault(module, f"{path} ({kind})" if path else kind)
+        yield from ((name, module) for module, name in names.items())
 
     # ------------------------------------------------------------ what is rare
 

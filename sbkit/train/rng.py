@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from speechbrain.augment.time_domain import AddNoise, AddReverb
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 
 from sbkit.train.checkpoint.files import write_state
@@ -100,6 +97,20 @@ def seed_rank(rank: int, step: int, device: torch.device | str) -> None:
         torch.get_device_module(device).manual_seed_all(seed)
 
 
+class DrawnAhead:
+    """Random numbers that objects drew earlier and still hold, of which generators know nothing: none, by default."""
+
+    def restart(self) -> None:
+        """Have objects whose place can't be saved draw anew; called before saving, and before loading."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return what the others hold, to save."""
+        return {}
+
+    def take_from(self, state: dict[str, torch.Tensor]) -> None:
+        """Take what ``state`` returned out of a rank's saved state, and give it back to the objects."""
+
+
 @partial(register_checkpoint_hooks, save_on_main_only=False)
 class RngState:
     """A recoverable that makes random numbers after a resume the same as without the interruption.
@@ -116,15 +127,14 @@ class RngState:
 
     step : returns the number of optimizer steps done
     device : of the run; for CUDA, the generators of all devices in use are saved
-    layers : those that may draw random numbers ahead, as SpeechBrain's LiGRU does: it draws 16,000 masks, and again
-        when it has used them or the batch has another size
+    drawn_ahead : random numbers outside of generators; a Brain saves those of SpeechBrain's objects
     """
 
     def __init__(self, seed: int = 0, step: Callable[[], int] | None = None, device: torch.device | str = "cpu",
-                 layers: Iterable[torch.nn.Module] = ()):
-        self.seed, self.device = seed, device
-        self._mask_layers: list[Any] = list(dict.fromkeys(  # LiGRU's, and those of other classes like it
-            module for layer in layers for module in layer.modules() if hasattr(module, "drop_mask_cnt")))
+                 drawn_ahead: DrawnAhead | None = None):
+        self.seed = seed
+        self.device = device
+        self.drawn_ahead = drawn_ahead or DrawnAhead()
         self.step = step or (lambda: 0)
         self._restore_loaded: Callable[[], None] | None = None
 
@@ -141,28 +151,10 @@ class RngState:
         self._restore_loaded = None
         return True
 
-    @staticmethod
-    def _restart_augmenters() -> None:
-        """Close the readers of all AddNoise and AddReverb of SpeechBrain, which open them again when they need them.
-
-        These draw the order of their recordings when they first need one, and no file holds where they are in it. So
-        at each checkpoint they draw a new order, which a resumed run draws, too.
-        """
-        # A user's object, a partial or a closure may hold one, so all objects of this process are looked through: less
-        # than 0.1 s for 250,000. Not by isinstance, which lazy objects answer by importing what they stand for.
-        for instance in gc.get_objects():
-            if issubclass(type(instance), (AddNoise, AddReverb)):
-                for name in ("data_loader", "noise_data", "rir_data"):
-                    vars(instance).pop(name, None)
-
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
-        self._restart_augmenters()
-        state = capture(self.device)
-        for i, layer in enumerate(self._mask_layers):
-            masks = layer.drop_masks.cpu()
-            state[f"ahead{i}"] = torch.tensor([layer.drop_mask_cnt, layer.batch_size, masks.max()], dtype=torch.float64)
-            state[f"masks{i}"] = torch.from_numpy(np.packbits(masks.numpy() > 0))
+        self.drawn_ahead.restart()
+        state = capture(self.device) | self.drawn_ahead.state()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state |= {f"cuda:{index}": of_device for index, of_device in enumerate(torch.cuda.get_rng_state_all())}
         saved = ranks.gather_objects(state)
@@ -172,12 +164,12 @@ class RngState:
 
     @mark_as_loader
     def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
-        self._restart_augmenters()
+        self.drawn_ahead.restart()
         saved = load_file(path)
         world_size = ranks.world_size()
         if len(saved["ranks"]) == world_size:
             state = saved["ranks"][ranks.rank()]
-            self._restore_masks(state)
+            self.drawn_ahead.take_from(state)
             if saved["device"] != torch.device(self.device).type:
                 state.pop("device", None)  # another kind of generator
             restore_loaded = partial(self._restore_generators, state)
@@ -189,19 +181,6 @@ class RngState:
             restore_loaded = partial(self._reseed, saved["step"])
         restore_loaded()
         self._restore_loaded = None if end_of_epoch else restore_loaded
-
-    def _restore_masks(self, state: dict[str, torch.Tensor]) -> None:
-        """Take masks that layers have drawn ahead out of a rank's state, and give them back to the layers."""
-        for i, layer in enumerate(self._mask_layers):
-            numbers = state.pop(f"ahead{i}", None)
-            bits = state.pop(f"masks{i}", None)
-            if numbers is None or bits is None or len(bits) != (layer.drop_masks.numel() + 7) // 8:
-                continue  # of another model, or from before they were saved
-            used, batch_size, value = numbers.tolist()  # value: what a mask has where it doesn't drop
-            masks = torch.from_numpy(np.unpackbits(bits.numpy(), count=layer.drop_masks.numel()))
-            layer.drop_mask_cnt = int(used)
-            layer.batch_size = int(batch_size)
-            layer.drop_masks = (masks.view(layer.drop_masks.shape) * value).to(self.device)
 
     def _restore_generators(self, state: dict[str, torch.Tensor]) -> None:
         # Those of all GPUs by number, and then that of the run's own device, which may have another number now.

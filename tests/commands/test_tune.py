@@ -14,7 +14,7 @@ from sbkit.recipe.cost import GIB
 from sbkit.system import memory
 from sbkit.train import device as devices
 from sbkit.train.memory import batch_size_search, trials
-from sbkit.train.memory.trials import BASE_BYTES, WORKER_BYTES
+from sbkit.train.memory.bounded_trial import BASE_BYTES, WORKER_BYTES
 
 SMALL = Path(__file__).parents[1] / "recipe" / "small.yaml"
 on_linux = pytest.mark.skipif(not memory.can_bound(), reason="only Linux keeps a process to a bound of memory")

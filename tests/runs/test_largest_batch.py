@@ -22,7 +22,7 @@ from sbkit.score.run_files import MEASURED
 from sbkit.system import memory
 from sbkit.train.distributed import ranks
 from sbkit.train.memory import batch_size_search
-from sbkit.train.memory.trials import BASE_BYTES, WORKER_BYTES
+from sbkit.train.memory.bounded_trial import BASE_BYTES, WORKER_BYTES
 
 ROOT = Path(__file__).parents[2]
 #: What a process holds before a batch.

@@ -12,7 +12,7 @@ import pytest
 
 from sbkit.recipe import arguments
 from sbkit.system import helper_process
-from sbkit.train.memory.trials import BoundedTrial
+from sbkit.train.memory.bounded_trial import BoundedTrial
 
 SMALL = Path(__file__).parents[1] / "recipe" / "small.yaml"
 LOOK = "import json, sys; print(json.dumps([__name__, sys.argv[1:], sys.path]))\n"

@@ -81,14 +81,14 @@ def point(what: dict[str, Any], device: str, rest: list[str]) -> dict[str, Any]:
     import torch
 
     from sbkit.recipe import arguments
-    from sbkit.train.memory import trials
+    from sbkit.train.memory import step_timing, trials
 
     keys = [word for key, value in what["keys"].items() for word in (f"--{key}", str(value))]
     request = arguments.parse([str(RECIPE), "--device", device, *keys, *rest])
     with trials.open_trial(request, torch.device(device)) as trial:
         batch = trial.batch(what["utterances"], what["seconds"])
         before = peak_mib()
-        measured = trials.time_steps(trial.brain.try_batch, batch, torch.device(device))
+        measured = step_timing.time_steps(trial.brain.try_batch, batch, torch.device(device))
     mib = measured.peak_bytes / 2**20 if measured.peak_bytes else peak_mib() - before
     return {"seconds": measured.step_seconds, "mib": mib}
 

@@ -27,7 +27,7 @@ from sbkit.train.graphs.gradients import GradientPlaces
 from sbkit.train.graphs.graph import MicroStepGraph, UpdateGraph, tensors_of
 from sbkit.train.graphs.recorder import Recorder, refusing_waits
 from sbkit.train.graphs.repeatable import HostState, NotRepeatable
-from sbkit.train.graphs.variants import Stage, Variant
+from sbkit.train.graphs.variants import Variant
 from sbkit.train.memory.oom import is_out_of_memory
 from sbkit.train.runner import Eager, MicroStep, Rates
 
@@ -40,7 +40,7 @@ class Expected(NamedTuple):
 
 
 class MicroStepCapture:
-    """Takes a variant of micro-steps from first seen to verified, or raises an error, such as ``NotRepeatable``.
+    """Captures a variant of micro-steps, and compares a first replay; raises an error, such as ``NotRepeatable``.
 
     batch : the first one of the variant; it is copied, and the copy holds what later batches are copied into
     exchanges : whether the micro-step is the last of its step, so that gradients are summed over ranks
@@ -61,16 +61,14 @@ class MicroStepCapture:
     def run(self) -> None:
         with self.hooks.restoring(), self.recorder.in_stream(), self.eager.times.paused(), guard.collecting():
             expected = self.warm_up()
-            self.variant.stage = Stage.WARMED_UP
-
             self.places.point_to()
+
             # Other ranks don't take part in a comparison, so what is compared exchanges nothing.
             graph = self.record(exchanges=False)
-            self.variant.stage = Stage.CAPTURED
-
-            if expected is not None and self.verify(graph, expected):
-                self.variant.stage = Stage.VERIFIED
-            self.variant.graph = self.record_with_exchange() if self.exchanges else graph
+            is_verified = expected is not None and self.verify(graph, expected)
+            if self.exchanges:
+                graph = self.record_with_exchange()
+            self.variant.take(graph, is_verified)
 
     def warm_up(self) -> Expected | None:
         """Compute the micro-step twice, of which the second time must change nothing that only Python knows.
@@ -142,7 +140,7 @@ class MicroStepCapture:
 
 
 class UpdateCapture:
-    """Takes a variant of updates from first seen to verified, or raises an error, such as ``NotRepeatable``.
+    """Captures a variant of updates, and compares a first replay; raises an error, such as ``NotRepeatable``.
 
     All ranks do so at the same update, since an optimizer may communicate.
 
@@ -161,16 +159,17 @@ class UpdateCapture:
 
     def run(self, compares: bool) -> None:
         """Capture; ``compares``: whether to compare a first replay, the same on all ranks."""
+        graph: UpdateGraph | None = None
+        is_verified = False
         try:
-            self.record()
-            self.variant.stage = Stage.CAPTURED
+            graph = self.record()
         finally:  # also where it failed, as the other ranks compare together or not at all
             if compares:
                 with self.recorder.in_stream():
-                    if self.verify():
-                        self.variant.stage = Stage.VERIFIED
+                    is_verified = self.verify(graph)
+        self.variant.take(graph, is_verified)
 
-    def record(self) -> None:
+    def record(self) -> UpdateGraph:
         static_sums = self.sums.clone()
 
         def work() -> Tensor:
@@ -180,15 +179,16 @@ class UpdateCapture:
 
         with self.recorder.in_stream(), _as_capturable(self.optimizers):
             graph, values = self.recorder.record("update", work)
-        self.variant.graph = UpdateGraph(graph, static_sums, values, self.rates)
+        return UpdateGraph(graph, static_sums, values, self.rates)
 
     @torch.no_grad()
-    def verify(self) -> bool:
+    def verify(self, graph: UpdateGraph | None) -> bool:
         """Update once with Python and once by the graph, from the same state, and compare; then put the state back.
+
+        graph : None if recording it failed on this rank
 
         Returns whether it was compared: if a rank has no graph, or no memory for the comparison, none compares.
         """
-        graph = self.variant.graph
         weights = [weight for optimizer in self.optimizers for group in optimizer.param_groups
                    for weight in group["params"]]
         written = [*weights, *self.places.tensors, *self.eager.written_by_update(self.optimizers)]

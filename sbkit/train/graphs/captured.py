@@ -17,7 +17,7 @@ from sbkit.train.graphs.gradients import GradientPlaces
 from sbkit.train.graphs.graph import MicroStepGraph, UpdateGraph, tensors_of
 from sbkit.train.graphs.recorder import Recorder
 from sbkit.train.graphs.repeatable import reason_of, refusal, root_of, update_key, update_needs_python
-from sbkit.train.graphs.variants import Phase, Variant
+from sbkit.train.graphs.variants import Phase, Stage, Variant
 from sbkit.train.memory.oom import is_out_of_memory, release
 from sbkit.train.runner import Eager, MicroStep, Rates
 
@@ -48,6 +48,7 @@ class Captured:
         self.nodes = self.recorder.nodes
         self.places = GradientPlaces(self.parallel.exchange)
         self._warned_beyond_shape = False
+        self._named_unverified: set[str] = set()  # kinds of which a graph that isn't VERIFIED was logged
         self.reset()
 
     def reset(self) -> None:
@@ -143,16 +144,24 @@ class Captured:
         if key not in self.update_variants:
             variant: Variant[UpdateGraph] = Variant()
             self.update_variants[key] = variant
-            able = self.phase is Phase.CAPTURING and bool(self.places)
-            # A comparison communicates if the optimizer does, so it takes all ranks, also those that have stopped.
-            compares = not ranks.any_of({"unable": not able})["unable"]
-            if able:
+            can_capture = self.phase is Phase.CAPTURING and bool(self.places)
+            compares = self._all_ranks_can(can_capture)
+            if can_capture:
                 self.places.attach()
                 self._try("update", variant, lambda: UpdateCapture(
                     self.eager, self.recorder, self.places, variant, optimizers, sums, rates).run(compares))
             else:
                 variant.refuse("this rank captures nothing")
         return self.update_variants[key].graph
+
+    @staticmethod
+    def _all_ranks_can(can_capture: bool) -> bool:
+        """Ask all ranks whether they can capture an update, which is new to all of them at the same time.
+
+        A comparison communicates if the optimizer does, so it takes all ranks or none. Those that have stopped
+        capturing are asked, too.
+        """
+        return not ranks.any_of({"unable": not can_capture})["unable"]
 
     # ------------------------------------------------------------ failures
 
@@ -173,6 +182,10 @@ class Captured:
             else:
                 self._stop(reason)
             return
+        if variant.stage is Stage.CAPTURED and kind not in self._named_unverified and ranks.is_main():
+            self._named_unverified.add(kind)
+            logger.info("A captured %s is replayed without a comparison with what Python computes: a rank has no memory "
+                        "for that, or captures nothing", kind)
         if first and ranks.is_main():
             logger.info("The %s is captured as a CUDA graph of %d nodes (--graphs false leaves it out)", kind,
                         self.nodes[kind])

@@ -23,17 +23,14 @@ class Phase(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """How far a variant is. Each stage follows from the one before, except that any may end in ``REFUSED``."""
+    """How far a variant is. Each stage follows from the first one, and ``REFUSED`` from any."""
 
     FIRST_SEEN = enum.auto()
-    """Nothing of it has been computed."""
-    WARMED_UP = enum.auto()
-    """Python has computed a micro-step twice, and the second time changed nothing that only Python knows. Updates skip
-    this stage, since Python takes the first one of a run."""
+    """It is about to be captured."""
     CAPTURED = enum.auto()
-    """Its kernels are recorded. It stays in this stage, and is replayed, if there is no memory to compare a replay."""
+    """It is replayed, though there was no memory to compare a first replay."""
     VERIFIED = enum.auto()
-    """A first replay has computed what Python does, and from now on it is replayed."""
+    """It is replayed, and a first replay has computed what Python does."""
     REFUSED = enum.auto()
     """Python computes it."""
 
@@ -47,6 +44,12 @@ class Variant(Generic[GraphT]):
     """What is replayed; None before it is captured, and if it is refused."""
     reason: str = ""
     """Why it is refused."""
+
+    def take(self, graph: GraphT, is_verified: bool) -> None:
+        """Replay a graph from now on; ``is_verified``: whether a first replay was compared, and right."""
+        assert self.stage is Stage.FIRST_SEEN, "a variant is captured once"
+        self.stage = Stage.VERIFIED if is_verified else Stage.CAPTURED
+        self.graph = graph
 
     def refuse(self, reason: str) -> None:
         """Let Python compute it from now on, and free its graph."""

@@ -18,7 +18,8 @@ from sbkit.recipe.batch_size import MARGIN, BatchSize, cached, store
 from sbkit.recipe.cost import GIB
 from sbkit.system import memory
 from sbkit.system.console import progress, table
-from sbkit.train.memory.trials import BoundedTrial, Trial
+from sbkit.train.memory.bounded_trial import BoundedTrial
+from sbkit.train.memory.trials import Trial
 
 #: Relative precision of the number of utterances.
 PRECISION = 0.04

@@ -12,7 +12,8 @@ from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments
 from sbkit.system import memory
-from sbkit.train.memory import trials
+from sbkit.train.memory import step_timing, trials
+from sbkit.train.memory.bounded_trial import BASE_BYTES, WORKER_BYTES, BoundedTrial
 
 SMALL = Path(__file__).parents[2] / "recipe" / "small.yaml"
 on_linux = pytest.mark.skipif(not memory.can_bound(), reason="only Linux keeps a process to a bound of memory")
@@ -82,7 +83,8 @@ def test_out_of_memory_is_an_answer_and_leaves_nothing(trial, monkeypatch):
 @on_linux
 def test_a_process_with_little_memory_says_what_fits():
     request = arguments.parse([str(SMALL), "--device", "cpu"])
-    with trials.BoundedTrial(request, trials.BASE_BYTES + 2 * trials.WORKER_BYTES + (1 << 30)) as bounded:
+    size = BASE_BYTES + 2 * WORKER_BYTES + (1 << 30)
+    with BoundedTrial(request, size) as bounded:
         assert bounded.fits(2, 2.0) is True
         (first,) = multiprocessing.active_children()
         assert bounded.fits(3000, 2.0) is False  # six thousand seconds of audio are 400 MB before anything is computed
@@ -97,13 +99,13 @@ def test_a_process_with_little_memory_says_what_fits():
 
 def test_measuring_a_batch_that_does_not_fit_is_an_error():
     with pytest.raises(SbkitError, match="sbkit tune finds the largest"):
-        trials.time_steps(lambda batch: False, SimpleNamespace(padded_seconds=1.0), torch.device("cpu"))
+        step_timing.time_steps(lambda batch: False, SimpleNamespace(padded_seconds=1.0), torch.device("cpu"))
 
 
 @pytest.mark.slow
 def test_measured_steps_are_in_the_cost_section(capsys, monkeypatch):
     from sbkit import cli
 
-    monkeypatch.setattr(trials, "STEPS", 1)
+    monkeypatch.setattr(step_timing, "STEPS", 1)
     assert cli.main(["check", str(SMALL), "--measure", "--device", "cpu"]) == 0
     assert "the largest micro-batch that max_batch_seconds allows, 40 s of audio, takes" in capsys.readouterr().out
