@@ -12,6 +12,7 @@ from typing import Any
 
 import speechbrain as sb
 from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from sbkit.compat import loaders
@@ -193,7 +194,7 @@ class BrainHooks:
         brain = self.brain
         yield type(brain).__name__, brain
         yield "hparams", brain.hparams
-        names: dict[torch.nn.Module, str] = {}
+        names: dict[Module, str] = {}
         for root in brain.layer_roots:  # one may hold another
             for path, module in root.named_modules():
                 kind = type(module).__name__

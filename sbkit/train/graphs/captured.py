@@ -184,8 +184,8 @@ class Captured:
             return
         if variant.stage is Stage.CAPTURED and kind not in self._named_unverified and ranks.is_main():
             self._named_unverified.add(kind)
-            logger.info("A captured %s is replayed without a comparison with what Python computes: a rank has no memory "
-                        "for that, or captures nothing", kind)
+            logger.info("A captured %s is replayed without a comparison with what Python computes: a rank has no "
+                        "memory for that, or captures nothing", kind)
         if first and ranks.is_main():
             logger.info("The %s is captured as a CUDA graph of %d nodes (--graphs false leaves it out)", kind,
                         self.nodes[kind])
