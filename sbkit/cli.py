@@ -9,7 +9,6 @@ import difflib
 import gc
 import importlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -50,11 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a user error is one line on stderr and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     console.open_missing_streams()
-    # Before a library does so, with the logger's name in front; what a library tells by itself isn't told twice.
-    handler = logging.StreamHandler()
-    handler.addFilter(lambda told: told.name == "root" or not logging.getLogger(told.name.partition(".")[0]).handlers)
-    handler.addFilter(console.TerminalFilter())
-    logging.basicConfig(format="%(message)s", handlers=[handler])
+    console.log_messages()
     # Where other work has a core, threads of torch would wait for each other in loops that keep that one from going on:
     # training took 12 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -48,7 +48,9 @@ def measure(config: RunConfig) -> float:
     counts.
     """
     device = config.device
-    processes_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    processes_sharing = 1
+    if device.type == "cpu":
+        processes_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if config.cpu is None else config.cpu.ranks
     budget = batch_size_search.memory_budget(None, device) / processes_sharing
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     devices = ranks.gather_objects((device_name, budget))

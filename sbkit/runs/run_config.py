@@ -19,6 +19,7 @@ from sbkit.recipe.on_demand import keys_on_demand
 from sbkit.recipe.settings import check_accumulation
 from sbkit.recipe.source import Findings, Node
 from sbkit.runs.keys import TaskKeys
+from sbkit.system.cores import Layout
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class RunConfig:
     """The resolved recipe, with the values of ``overrides``."""
     decided: Mapping[str, Any] = field(default_factory=dict)
     """The values of keys that the corpus, or a measurement on the device, has decided."""
+    cpu: Layout | None = None
+    """How the run uses the cores of a CPU; None: as torch and torchrun have it."""
 
     @classmethod
     def of(cls, command: CommandLine, device: torch.device, tree: Node | None = None) -> RunConfig:

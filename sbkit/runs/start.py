@@ -5,6 +5,7 @@ Heavy modules are imported in functions, so that signals are handled from the st
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,43 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
             _refuse_foreign_folder(keys)
             folder = keys.folder
             with disk.disk_errors_as_user_error(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
-                _train(_decide(config, guard, bundles), guard, bundles)
+                config = _decide(config, guard, bundles)
+                _train_on_cores(config, guard, bundles)
+    finally:
+        ranks.shutdown()
+
+
+def _train_on_cores(config: RunConfig, guard: StartGuard, bundles: Bundles) -> None:
+    """Train as rank 0, with as many further ranks of this machine as the run's layout has."""
+    from sbkit.train.distributed.local_ranks import LocalRanks
+
+    if config.cpu is None:
+        _train(config, guard, bundles)
+        return
+    with LocalRanks(config.cpu.ranks, config.cpu.threads, _be_further_rank, config, bundles):
+        _join_and_train(config, guard, bundles)
+
+
+def _be_further_rank(config: RunConfig, bundles: Bundles) -> None:
+    """Train as another rank, in a process of its own, the run that rank 0 has decided."""
+    from sbkit.recipe import arguments
+    from sbkit.runs.start_guard import StartGuard
+    from sbkit.train.memory import oom
+    from sbkit.train.signals import end_by_signals
+
+    arguments.make_importable(config.path)
+    guard = StartGuard(config.folder, here=False)
+    with end_by_signals(), oom.oom_as_user_error(config.device), disk.disk_errors_as_user_error(config.folder):
+        _join_and_train(config, guard, bundles)
+
+
+def _join_and_train(config: RunConfig, guard: StartGuard, bundles: Bundles) -> None:
+    from sbkit.train.distributed import ranks
+
+    ranks.init(config.device, config.run_opts.distributed_backend)
+    try:
+        with ranks.failing_together():
+            _train(config, guard, bundles)
     finally:
         ranks.shutdown()
 
@@ -79,7 +116,7 @@ def _decide(config: RunConfig, guard: StartGuard, bundles: Bundles) -> RunConfig
 
     One rank prepares, with the few objects that this takes. No rank has built a model yet.
     """
-    from sbkit.runs import largest_batch, preparation
+    from sbkit.runs import cpu_layout, largest_batch, preparation
     from sbkit.train.distributed import ranks
 
     keys = config.keys()
@@ -92,9 +129,10 @@ def _decide(config: RunConfig, guard: StartGuard, bundles: Bundles) -> RunConfig
     ranks.run_on_main(preparation.open_folder, config)
     recipe_in_folder = config
     config = config.deciding(ranks.run_on_main(preparation.prepare, config, guard, bundles))
+    config = dataclasses.replace(config, cpu=cpu_layout.choose(config))
     if keys.batching.auto:  # last, because what the corpus decides sizes the model, and with it what fits
         config = config.deciding_batch_size(largest_batch.measure(config))
-    if config is not recipe_in_folder:
+    if config.tree is not recipe_in_folder.tree:
         ranks.run_on_main(preparation.save_recipe, config)
     return config
 

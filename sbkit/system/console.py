@@ -246,6 +246,17 @@ class TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # has n
             _logging.here = False
 
 
+def log_messages() -> None:
+    """Show log messages on stderr, as ``TerminalFilter`` says.
+
+    Called before a library does so, with the logger's name in front; what a library tells by itself isn't told twice.
+    """
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda told: told.name == "root" or not logging.getLogger(told.name.partition(".")[0]).handlers)
+    handler.addFilter(TerminalFilter())
+    logging.basicConfig(format="%(message)s", handlers=[handler])
+
+
 class TerminalFilter(logging.Filter):
     """Filter for the terminal: all warnings, but only sbkit's info; libraries' info goes to log.txt."""
 

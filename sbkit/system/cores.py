@@ -1,9 +1,13 @@
-"""The number of cores that this process may use: a container may allow fewer than it shows, by its control groups."""
+"""The cores that this process may use, and how work can be divided among them.
+
+A container may allow fewer cores than it shows, by its control groups.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 GROUP = Path("/proc/self/cgroup")
@@ -38,6 +42,38 @@ def limit_torch_threads() -> None:
 
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable_cores():
         torch.set_num_threads(usable_cores())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How work is divided among cores: by processes, the ranks of a run, of some threads each."""
+
+    ranks: int
+    threads: int
+
+    def __str__(self) -> str:
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        return threads if self.ranks == 1 else f"{self.ranks} ranks of {threads}"
+
+
+def layouts_on(cores: int, ranks_asked: int | None = None, threads_asked: int | None = None) -> list[Layout]:
+    """Return the layouts to try on this number of cores, those of one process first.
+
+    ranks_asked, threads_asked : what the recipe or the command line decides
+    """
+    doubling = [2 ** i for i in range(cores.bit_length())]
+    numbers = sorted({number for number in (*doubling, cores) if number <= cores})
+    layouts = []
+    for world in numbers if ranks_asked is None else [ranks_asked]:
+        most = max(1, cores // world)
+        if threads_asked is not None:
+            threads = [threads_asked] if world == ranks_asked or threads_asked <= most or world == 1 else []
+        elif world == 1 or ranks_asked is not None:
+            threads = [number for number in numbers if number <= most]
+        else:  # several ranks that leave cores idle are never the fastest
+            threads = [most]
+        layouts += [Layout(world, number) for number in threads]
+    return layouts
 
 
 def quotas() -> Iterator[float]:

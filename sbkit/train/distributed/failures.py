@@ -13,7 +13,9 @@ key                  written                                      read
                                                                   up to 2 s (``_ANSWER_SECONDS``): does rank 0 fail,
                                                                   too, whose message is then the only one?
 ``sbkit/failed``     by a rank that fails, next: its number       by all others: when, see below
-                     and its exit code
+                     and its exit code; by rank 0 for one that it
+                     started, and that was killed
+                     (``announce_for``)
 ``sbkit/ack``        by each rank that has read the failure of    by rank 0 when it fails, for up to 2 s, if the
                      another, once: counted up by 1               store lives in it and so ends with it
 ===================  ===========================================  ================================================
@@ -144,6 +146,20 @@ class Failures:
             logger.debug("could not notify the other ranks: %s", problem)
             if isinstance(error, SbkitError) and not place.is_main():
                 _log_failure(rank, error)
+
+    def announce_for(self, rank: int, message: str) -> None:
+        """Tell all ranks that another one is gone, which had no time to announce it, and log why.
+
+        A thread calls this, of rank 0, which has started that rank.
+        """
+        if not place.connected():  # the main thread waits for that rank to join, and nothing else ends that
+            ending.exit_with_error(message)
+            return
+        if self.is_ending or self.peer_exit_code is not None:
+            return
+        logger.error(message)
+        with suppress(RuntimeError, ValueError):  # the store is gone, so the run ends already
+            place.store().clone().set(_FAILED_KEY, pickle.dumps((rank, 1)))
 
     def record(self, error: BaseException) -> int:
         """Record that an error ends this rank, without telling the others, and return its exit code."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import arguments
 from sbkit.recipe.cost import StepMeasurement
 from sbkit.train import device as devices
+from sbkit.train.distributed import ranks
 from sbkit.train.memory import trials
 from sbkit.train.memory.trials import Trial
 
@@ -35,31 +37,54 @@ def measure(request: arguments.CommandLine, planned: bool = False) -> StepMeasur
         measured = time_steps(trial.brain.try_batch, batch, device)
         if not planned:
             return measured
-        batch = _batch_of_planned_size(trial)
-        return replace(measured, planned=_fastest_step(trial, batch) / batch.padded_seconds,
+        batch = batch_of_planned_size(trial)
+        return replace(measured, planned=fastest_step(trial, batch) / batch.padded_seconds,
                        planned_seconds=batch.padded_seconds)
 
 
-def _batch_of_planned_size(trial: Trial) -> Batch:
+def batch_of_planned_size(trial: Trial) -> Batch:
     """Return a batch of as many utterances of a usual length as a micro-batch of the run has."""
-    batching = trial.batching
-    audio = min(batching.update_seconds, batching.max_batch_seconds)
-    utterances = max(batching.min_batch_utterances, round(audio / trial.typical))
-    return trial.batch(utterances, audio / utterances)
+    utterances = _planned_utterances(trial)
+    return trial.batch(utterances, _planned_seconds(trial) / utterances)
 
 
-def _fastest_step(trial: Trial, batch: Batch) -> float:
-    """Return the seconds of a step in the fastest of some cycles of the optimizer's periodic work."""
+def share_of_planned_size(trial: Trial, rank: int, world: int) -> Batch | None:
+    """Return a rank's share of such a batch; None, on all ranks, if some would have no utterance."""
+    utterances = _planned_utterances(trial)
+    if utterances < world:
+        return None
+    share = utterances * (rank + 1) // world - utterances * rank // world
+    return trial.batch(share, _planned_seconds(trial) / utterances)
+
+
+def _planned_seconds(trial: Trial) -> float:
+    return min(trial.batching.update_seconds, trial.batching.max_batch_seconds)
+
+
+def _planned_utterances(trial: Trial) -> int:
+    return max(trial.batching.min_batch_utterances, round(_planned_seconds(trial) / trial.typical))
+
+
+def fastest_step(trial: Trial, batch: Batch, patience: float = math.inf) -> float:
+    """Return the seconds of a step in the fastest of some cycles of the optimizer's periodic work.
+
+    patience : seconds for all cycles but the first, which warms up; one is timed in any case
+    """
+    warm_up = _cycle(trial, batch)
+    cycles = torch.tensor([min(CYCLES, max(1.0, patience // warm_up))])
+    ranks.take_from_main([cycles])  # they all take the same steps
+    return min(_cycle(trial, batch) for _ in range(int(cycles))) / CYCLE
+
+
+def _cycle(trial: Trial, batch: Batch) -> float:
+    """Take the steps of a cycle, and return the seconds that they took."""
     wait = torch.get_device_module(trial.device).synchronize
-    cycle_times = []
-    for _ in range(CYCLES + 1):  # the first warms up
-        wait()
-        started = time.perf_counter()
-        for _ in range(CYCLE):
-            trial.brain.try_batch(batch)
-        wait()
-        cycle_times.append(time.perf_counter() - started)
-    return min(cycle_times[1:]) / CYCLE
+    wait()
+    started = time.perf_counter()
+    for _ in range(CYCLE):
+        trial.brain.try_batch(batch)
+    wait()
+    return time.perf_counter() - started
 
 
 def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> StepMeasurement:

@@ -1,0 +1,92 @@
+"""Times layouts of a training on a CPU: the run's model takes steps on noise, in processes that leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+import torch
+
+from sbkit.recipe import arguments
+from sbkit.recipe.arguments import CommandLine
+from sbkit.runs.cpu_layout import Timing
+from sbkit.system import memory
+from sbkit.system.cores import Layout
+from sbkit.system.processes import free_port
+from sbkit.train.distributed import local_ranks, ranks
+from sbkit.train.memory import step_timing
+from sbkit.train.memory.trials import open_trial
+
+logger = logging.getLogger(__name__)
+
+#: A layout with more ranks is tried only if the one before was not slower than this, times the fastest.
+_WORSE = 1.15
+#: Seconds for the steps of a layout, after those that warm up.
+_PATIENCE = 4.0
+#: The time in which processes must have answered: those of a large model need some for building it alone.
+_SECONDS = 300.0
+
+
+def measure(command: CommandLine, layouts: Sequence[Layout]) -> list[Timing]:
+    """Time steps in each layout that is possible; those with more ranks only as long as that makes steps faster.
+
+    command : gives all values of the recipe
+    """
+    timings: list[Timing] = []
+    for world, group in itertools.groupby(layouts, key=lambda layout: layout.ranks):
+        found = _measure_with(world, command, [layout.threads for layout in group])
+        if not found:
+            break
+        best_before = min((timing.seconds for timing in timings), default=float("inf"))
+        timings += found
+        if min(timing.seconds for timing in found) > _WORSE * best_before:
+            break
+    return timings
+
+
+def _measure_with(world: int, command: CommandLine, threads: Sequence[int]) -> list[Timing]:
+    """Time steps with one number of ranks; nothing if that isn't possible."""
+    processes = local_ranks.context([__name__])
+    receiver, sender = processes.Pipe(duplex=False)
+    port = free_port()
+    started = [local_ranks.start(processes, rank, world, port, threads[0], _time_steps, (command, threads, sender))
+               for rank in range(world)]
+    sender.close()
+    try:
+        found = receiver.recv() if receiver.poll(_SECONDS) else []
+    except EOFError:
+        found = []
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+        receiver.close()
+    fitting = memory.available()
+    return [timing for timing in found if world == 1 or world * timing.memory < fitting]
+
+
+def _time_steps(command: CommandLine, threads: Sequence[int], answer: Connection) -> None:
+    """Be one of the processes: time steps with each number of threads; rank 0 sends the answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends this process
+    logging.getLogger().setLevel(logging.ERROR)  # the run itself says all this
+    arguments.make_importable(command.path)
+    device = torch.device("cpu")
+    ranks.init(device)
+    with contextlib.suppress(Exception):  # the run itself fails likewise, and says why
+        with open_trial(command, device) as trial:
+            batch = step_timing.share_of_planned_size(trial, ranks.rank(), ranks.world_size())
+            if batch is not None:
+                found = []
+                for number in threads:
+                    torch.set_num_threads(number)
+                    seconds = step_timing.fastest_step(trial, batch, _PATIENCE)
+                    found.append(Timing(Layout(ranks.world_size(), number), seconds, memory.peak()))
+                if ranks.is_main():
+                    answer.send(found)
+    answer.close()
+    time.sleep(_SECONDS)  # until rank 0 has sent it, which then ends all
