@@ -37,6 +37,8 @@ from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
+#: A thread that had a core in at least this share of the time was not disturbed.
+_UNDISTURBED = 0.9
 #: Keys whose values don't change what a step computes.
 _NOT_OF_A_STEP = ("output_folder", "data_folder", "seed", "number_of_epochs", "experiment", "epoch_counter", "loggers",
                   "train_logger", "checkpointer", "pretrainer", "init_from", "cpu_ranks", "cpu_threads")
@@ -50,7 +52,10 @@ class Timing:
     seconds: float
     """Of a step."""
     memory: int
-    """Bytes of the largest rank at its peak."""
+    """Bytes of rank 0 at its peak."""
+    computing: float
+    """Share of the time in which its main thread had a core. One that never waits for others has one all the time,
+    unless other programs need it."""
 
 
 def choose(config: RunConfig) -> Layout | None:
@@ -78,11 +83,11 @@ def choose(config: RunConfig) -> Layout | None:
         logger.info("This run uses %s of the CPU, which was fastest for this model before (%s)", remembered, on_machine)
         _write(in_folder, remembered)
         return remembered
-    return _try(config, layouts, (in_folder, on_machine))
+    return _try(config, layouts, on_machine)
 
 
-def _try(config: RunConfig, layouts: Sequence[Layout], files: Sequence[Path]) -> Layout | None:
-    """Return the fastest layout, and write it to files; None if none could be tried."""
+def _try(config: RunConfig, layouts: Sequence[Layout], on_machine: Path) -> Layout | None:
+    """Return the fastest layout, and keep it; None if none could be tried."""
     from sbkit.runs import cpu_trial
 
     logger.info("Trying how training is fastest on %s ...", counted(usable_cores(), "core"))
@@ -94,9 +99,15 @@ def _try(config: RunConfig, layouts: Sequence[Layout], files: Sequence[Path]) ->
     logger.info("Training on %s, the fastest here: %.0f ms a step, %.1f GiB%s (%s); --cpu_ranks, --cpu_threads or "
                 "OMP_NUM_THREADS choose otherwise", fastest.layout, 1000 * fastest.seconds, fastest.memory / 2**30,
                 " each" if fastest.layout.ranks > 1 else "", others)
-    for file in files:
-        _write(file, fastest.layout, timings)
+    _write(config.folder / CPU_LAYOUT, fastest.layout, timings)
+    if _was_undisturbed(timings):
+        _write(on_machine, fastest.layout, timings)
     return fastest.layout
+
+
+def _was_undisturbed(timings: Sequence[Timing]) -> bool:
+    """Whether no other program needed the cores meanwhile: what is fastest beside it is not remembered."""
+    return all(timing.computing > _UNDISTURBED for timing in timings if timing.layout == Layout(1, 1))
 
 
 def _file_of_machine(config: RunConfig, keys: TaskKeys) -> Path:

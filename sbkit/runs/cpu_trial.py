@@ -1,4 +1,4 @@
-"""Times layouts of a training on a CPU: the run's model takes steps on noise, in processes that leave nothing behind."""
+"""Times layouts of a training on a CPU: the run's model takes steps on noise, in processes that leave nothing."""
 
 from __future__ import annotations
 
@@ -84,8 +84,10 @@ def _time_steps(command: CommandLine, threads: Sequence[int], answer: Connection
                 found = []
                 for number in threads:
                     torch.set_num_threads(number)
+                    began, began_computing = time.perf_counter(), time.thread_time()
                     seconds = step_timing.fastest_step(trial, batch, _PATIENCE)
-                    found.append(Timing(Layout(ranks.world_size(), number), seconds, memory.peak()))
+                    computing = (time.thread_time() - began_computing) / (time.perf_counter() - began)
+                    found.append(Timing(Layout(ranks.world_size(), number), seconds, memory.peak(), computing))
                 if ranks.is_main():
                     answer.send(found)
     answer.close()

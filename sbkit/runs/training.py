@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.runs import evaluation_options, initial, old_set, restore, trained_on
 from sbkit.runs.feeding import pad_to_shapes, utilisation, warn_of_slow_reading
-from sbkit.runs.keys import Bundles
+from sbkit.runs.keys import Bundles, TaskKeys
 from sbkit.runs.progress import last_logged_step, read_progress, warn_of_lost_steps
 from sbkit.runs.run_config import RunConfig
 from sbkit.runs.start_guard import StartGuard
@@ -66,7 +67,7 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
     if logs:
         _log_plan(plan, progress.epochs, steps, len(train), epochs)
 
-    options = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
+    options = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": _workers(keys, config),
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
     train_set = TrainLoader(train, encoder, plan, augment=keys.augment, nonspeech=vars(keys).get("nonspeech"),
                             epochs=epochs, **options)
@@ -98,6 +99,11 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
         raise SbkitError(f"the checkpoints in {keys.folder} are of another model; what has changed: "
                          f"{'; '.join(changes)}", hint=error.hint) from error
     return brain
+
+
+def _workers(keys: TaskKeys, config: RunConfig) -> int:
+    """Return the number of data workers of this rank: ranks that the run itself started share them."""
+    return keys.num_workers if config.cpu is None else math.ceil(keys.num_workers / config.cpu.ranks)
 
 
 def _log_plan(plan: Plan, began_with: int, steps: int, utterances: int, epochs: int) -> None:

@@ -155,9 +155,9 @@ class Failures:
         if not place.connected():  # the main thread waits for that rank to join, and nothing else ends that
             ending.exit_with_error(message)
             return
+        logger.error(message)
         if self.is_ending or self.peer_exit_code is not None:
             return
-        logger.error(message)
         with suppress(RuntimeError, ValueError):  # the store is gone, so the run ends already
             place.store().clone().set(_FAILED_KEY, pickle.dumps((rank, 1)))
 

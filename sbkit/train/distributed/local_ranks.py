@@ -17,8 +17,8 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -93,12 +93,14 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         rank_of = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
         process_of = {process.sentinel: process for process in self._processes}
         while rank_of:
-            for sentinel in wait(list(rank_of)):
-                rank = rank_of.pop(sentinel)  # type: ignore[call-overload]  # these are numbers here
-                process_of[sentinel].join()  # type: ignore[index]
-                code = process_of[sentinel].exitcode  # type: ignore[index]
-                announces_itself = bool(code and code > 0) and self._is_over.wait(_ANNOUNCING_SECONDS)
-                if not code or announces_itself or self._is_over.is_set():
+            for ended in wait(list(rank_of)):
+                assert isinstance(ended, int), "sentinels are numbers"
+                rank = rank_of.pop(ended)
+                process_of[ended].join()
+                code = process_of[ended].exitcode
+                if not code or self._is_over.is_set():
+                    continue
+                if code > 0 and self._is_over.wait(_ANNOUNCING_SECONDS):  # it announces its failure by itself
                     continue
                 how = f"was killed by {ended_by(-code)}" if code < 0 else f"ended with code {code}"
                 group.failures.announce_for(
@@ -109,18 +111,26 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
 def start(processes: ForkServerContext, rank: int, world: int, port: int, threads: int, target: Callable[..., None],
           arguments: Sequence[Any]) -> BaseProcess:
     """Start a process that is one rank of several on this machine."""
-    process = processes.Process(target=_be_rank, args=(rank, world, port, threads, target, arguments),
-                                name=f"rank-{rank}")
+    environment = dict(os.environ)
+    if world > 1:
+        environment |= torchrun_environment(rank, world, port)
+    settings = environment, threads, multiprocessing.get_start_method()
+    process = processes.Process(target=_be_rank, args=(*settings, target, arguments), name=f"rank-{rank}")
     with helper_process.without_working_directory():
         process.start()
     return process
 
 
-def _be_rank(rank: int, world: int, port: int, threads: int, target: Callable[..., None],
+def _be_rank(environment: Mapping[str, str], threads: int, method: str, target: Callable[..., None],
              arguments: Sequence[Any]) -> None:
-    """Run ``target`` as a rank, in a process of its own."""
-    if world > 1:
-        os.environ.update(torchrun_environment(rank, world, port))
+    """Run ``target`` as a rank, in a process of its own.
+
+    environment : of rank 0, as it is now; the process that forks has the one of its own start
+    method : how it starts its data workers, as rank 0 does; the default here would be the way in which it was started
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.set_start_method(method, force=True)
     launcher.watch_rank_0()
     console.log_messages()
     memory.keep_freed_memory()
@@ -132,11 +142,3 @@ def _be_rank(rank: int, world: int, port: int, threads: int, target: Callable[..
     except KeyboardInterrupt:  # the terminal has sent it to all ranks
         sys.exit(130)
 
-
-def receive(pipe: Connection, process: BaseProcess) -> Any:  # what the process sends
-    """Return what a process sends; None if it ends without."""
-    with contextlib.suppress(EOFError):
-        while process.is_alive() or pipe.poll():
-            if pipe.poll(0.1):
-                return pipe.recv()
-    return None
