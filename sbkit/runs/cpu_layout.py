@@ -63,7 +63,7 @@ def choose(config: RunConfig) -> Layout | None:
 
     None: nothing is to be decided.
     """
-    if config.device.type != "cpu" or ranks.launched() or "OMP_NUM_THREADS" in os.environ:
+    if config.device.type != "cpu" or ranks.launched() or os.environ.get("OMP_NUM_THREADS"):
         return None
     keys = config.keys()
     layouts = layouts_on(usable_cores(), keys.cpu_ranks, keys.cpu_threads)

@@ -60,7 +60,8 @@ class TaskKeys(TrainKeys):
                                         None)
     test_augment: Augment | None = key("the same for tests", None)
     number_of_epochs: int | None = key("epochs to train; the limit of epoch_counter must refer to it", None, SIZE)
-    num_workers: int = key("number of data workers of each process that torchrun starts; 0: it reads audio itself", 2, COUNT)
+    num_workers: int = key("number of data workers, of each process that torchrun starts; 0: it reads audio itself", 2,
+                           COUNT)
     cpu_ranks: int | None = key("processes that train on a CPU without torchrun; null: what is fastest, which is tried "
                                 "before the first step", None, SIZE)
     cpu_threads: int | None = key("threads of each of them; null: likewise", None, SIZE)

@@ -110,3 +110,15 @@ def test_torch_starts_no_more_threads_than_the_quota_pays_for(machine, monkeypat
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@given(st.integers(1, 128), st.none() | st.integers(1, 16), st.none() | st.integers(1, 16))
+def test_layouts_to_try_use_no_more_cores_than_there_are_unless_asked_to(count, ranks, threads):
+    layouts = cores.layouts_on(count, ranks, threads)
+    assert layouts and len(layouts) == len(set(layouts)) <= 2 * count.bit_length() + 2
+    assert [layout.ranks for layout in layouts] == sorted(layout.ranks for layout in layouts)
+    for layout in layouts:
+        assert ranks in (None, layout.ranks) and threads in (None, layout.threads)
+        assert layout.ranks * layout.threads <= max(count, ranks or 1, threads or 1, (ranks or 1) * (threads or 1))
+    if ranks is threads is None:
+        assert cores.Layout(1, 1) in layouts and cores.Layout(1, count) in layouts and cores.Layout(count, 1) in layouts
