@@ -193,7 +193,6 @@ class TrainLoader(_Loader):
     tokenizer: encodes the texts, in the workers; ``None``: batches without tokens.
     plan: see ``sbkit.data.plan``.
     rank, world: which part of each step to read.
-    min_micros: minimum number of micro-batches per step (gradient accumulation).
     augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, pass number, utterance).
     columns: further columns of a batch.
     nonspeech: ``sbkit.data.nonspeech.NonSpeech``, if it has added rows to the manifest.
@@ -211,9 +210,8 @@ class TrainLoader(_Loader):
     """
 
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, plan: Plan, *, rank: int = 0,
-                 world: int = 1, min_micros: int = 1, augment: Augment | None = None,
-                 columns: BatchColumns | None = None, nonspeech: NonSpeech | None = None,
-                 sample_rate: int = SAMPLE_RATE, epochs: int = 0, **reading: Any):
+                 world: int = 1, augment: Augment | None = None, columns: BatchColumns | None = None,
+                 nonspeech: NonSpeech | None = None, sample_rate: int = SAMPLE_RATE, epochs: int = 0, **reading: Any):
         if len(plan.durations) != len(manifest):
             raise ValueError(f"a plan for {len(plan.durations)} utterances, a manifest of {len(manifest)}")
         if columns is not None:
@@ -221,7 +219,6 @@ class TrainLoader(_Loader):
         self.plan = plan
         self.rank = rank
         self.world = world
-        self.min_micros = min_micros
         self.epochs = epochs
         self._begun: tuple[int, Iterator[Batch]] | None = None
         """The epoch that the workers have begun to read ahead of time, and its batches."""
@@ -275,7 +272,7 @@ class TrainLoader(_Loader):
         manifest = self.reader.manifest
         text_lengths = np.fromiter(map(len, manifest.texts), np.int64, len(manifest))
         batches = []
-        for places, shape in plan.largest(text_lengths, self.world, self.min_micros):
+        for places, shape in plan.largest(text_lengths, self.world):
             batch = self.reader[ReadRequest(epoch, 0, 0, 1, plan.members[places], plan.pass_numbers(places), shape)]
             if isinstance(batch, Batch):
                 batches.append(batch)
@@ -284,8 +281,8 @@ class TrainLoader(_Loader):
     def _requests_from(self, epoch: int, first_step: int) -> Iterator[ReadRequest]:
         plan = self.epoch_plan(epoch)
         for step in range(first_step, len(plan)):
-            share = plan.places(step, self.rank, self.world, self.min_micros)
-            shape = plan.shape(step, self.world, self.min_micros) if plan.padded else None
+            share = plan.places(step, self.rank, self.world)
+            shape = plan.shape(step, self.world) if plan.padded else None
             for micro, places in enumerate(share):
                 yield ReadRequest(epoch, step, micro, len(share), plan.members[places], plan.pass_numbers(places),
                                   shape)

@@ -203,7 +203,7 @@ class Plan:
         if epochs:
             self.passes = max(1, -(-batching.min_steps // (len(lengths) * epochs)))
         self._tokens: np.ndarray | None = None  # of each utterance, if micro-batches are padded to shapes
-        self._shapes: dict[tuple[int, int], Shapes] = {}
+        self._shapes: dict[int, Shapes] = {}  # by the number of ranks
 
     @classmethod
     def of(cls, train: Manifest, batching: Batching, augment: Augment | None, epochs: int,
@@ -224,20 +224,20 @@ class Plan:
         """
         self._tokens = np.zeros(len(self.durations), np.int64) if tokens is None and on else tokens
 
-    def shapes(self, world: int, min_micros: int = 1) -> Shapes | None:
+    def shapes(self, world: int) -> Shapes | None:
         """The shapes of micro-batches on this many ranks; None if they aren't padded to shapes."""
         if self._tokens is None or not isinstance(self.sampler, Buckets):
             return None
-        if (world, min_micros) not in self._shapes:
+        if world not in self._shapes:
             batching = self.batching
-            self._shapes[world, min_micros] = choose_shapes(
-                self.sampler, self._tokens, world=world, min_micros=min_micros, least=batching.min_batch_utterances,
+            self._shapes[world] = choose_shapes(
+                self.sampler, self._tokens, world=world, least=batching.min_batch_utterances,
                 max_batch_seconds=batching.max_batch_seconds, max_batch_utterances=batching.max_batch_utterances)
-        return self._shapes[world, min_micros]
+        return self._shapes[world]
 
-    def _shape_of(self, place: int, world: int, min_micros: int) -> tuple[Shape, int] | None:
+    def _shape_of(self, place: int, world: int) -> tuple[Shape, int] | None:
         """The shape of the micro-batches of the step at a place of a pass, and their number on each rank."""
-        shapes = self.shapes(world, min_micros)
+        shapes = self.shapes(world)
         if shapes is None or not isinstance(self.sampler, Buckets):
             return None
         steps_of_pass = len(self._bounds) - 1
@@ -273,13 +273,13 @@ class Plan:
         return EpochPlan(self.durations, self.batching, np.concatenate(members), np.concatenate(bounds),
                          np.concatenate(orders), pass_numbers, self._shape_of if self._tokens is not None else None)
 
-    def padded_seconds(self, world: int = 1, min_micros: int = 1) -> float:
+    def padded_seconds(self, world: int = 1) -> float:
         """The mean seconds of audio in a step on one of ``world`` devices, padding included, of up to 200 steps."""
         epoch = self.epoch(1)
         seconds_of_steps = []
         for i in np.unique(np.linspace(0, len(epoch) - 1, min(200, len(epoch))).round().astype(int)):
-            parts = epoch.share(i, 0, world, min_micros)
-            shape = epoch.shape(i, world, min_micros)
+            parts = epoch.share(i, 0, world)
+            shape = epoch.shape(i, world)
             if shape is None:
                 seconds = sum(len(part) * float(epoch.durations[part].max()) for part in parts if len(part))
             else:
@@ -296,13 +296,13 @@ class EpochPlan:
     bounds: the places at which steps begin, and the end.
     order: the numbers of steps, in the order in which they are trained on.
     pass_numbers: of each pass in the epoch, those of its members: which time the run uses them.
-    shape_of: returns the shape and the number of a rank's micro-batches for (step number, world, min_micros); None:
+    shape_of: returns the shape and the number of a rank's micro-batches for (step number, world); None:
         micro-batches have the shapes of their utterances.
     """
 
     def __init__(self, durations: np.ndarray, batching: Batching, members: np.ndarray, bounds: np.ndarray,
                  order: np.ndarray, pass_numbers: Sequence[np.ndarray],
-                 shape_of: Callable[[int, int, int], tuple[Shape, int] | None] | None):
+                 shape_of: Callable[[int, int], tuple[Shape, int] | None] | None):
         self.durations = durations
         self.batching = batching
         self.members = members
@@ -326,33 +326,32 @@ class EpochPlan:
         size = len(self._pass_numbers[0])
         return np.array([self._pass_numbers[place // size][place % size] for place in places], np.int64)
 
-    def share(self, i: int, rank: int = 0, world: int = 1, min_micros: int = 1) -> list[np.ndarray]:
+    def share(self, i: int, rank: int = 0, world: int = 1) -> list[np.ndarray]:
         """The micro-batches that ``rank`` of ``world`` computes in step ``i``, each as indices of utterances."""
-        return [self.members[places] for places in self.places(i, rank, world, min_micros)]
+        return [self.members[places] for places in self.places(i, rank, world)]
 
-    def places(self, i: int, rank: int = 0, world: int = 1, min_micros: int = 1) -> list[np.ndarray]:
+    def places(self, i: int, rank: int = 0, world: int = 1) -> list[np.ndarray]:
         """The micro-batches that ``rank`` of ``world`` computes in step ``i``, each as places in ``members``.
 
-        All ranks get lists of the same length: ``min_micros``, or more if ``max_batch_seconds`` requires it. The
-        micro-batches of a step have about the same size, padding included, and each has utterances of similar
-        duration. Some are empty if the step has fewer utterances than micro-batches.
+        All ranks get lists of the same length, with as few micro-batches as ``max_batch_seconds`` allows. Those of a
+        step have about the same size, padding included, and each has utterances of similar duration. Some are empty if
+        the step has fewer utterances than micro-batches.
         """
-        parts, micros = self._parts(i, world, min_micros)
+        parts, micros = self._parts(i, world)
         empty = np.zeros(0, dtype=np.int64)
         places = range(rank, micros * world, world)
         return [parts[place] if place < len(parts) else empty for place in places]
 
-    def shape(self, i: int, world: int = 1, min_micros: int = 1) -> Shape | None:
+    def shape(self, i: int, world: int = 1) -> Shape | None:
         """The shape that the micro-batches of step ``i`` are padded to; None: each has that of its utterances."""
-        padded = self._padded(i, world, min_micros)
+        padded = self._padded(i, world)
         return None if padded is None else padded[0]
 
-    def _padded(self, i: int, world: int, min_micros: int) -> tuple[Shape, int] | None:
+    def _padded(self, i: int, world: int) -> tuple[Shape, int] | None:
         """The shape of the micro-batches of step ``i``, and their number on each rank; None if they have none."""
-        return None if self._shape_of is None else self._shape_of(int(self._order[i]), world, min_micros)
+        return None if self._shape_of is None else self._shape_of(int(self._order[i]), world)
 
-    def largest(self, lengths: np.ndarray, world: int = 1,
-                min_micros: int = 1) -> list[tuple[np.ndarray, Shape | None]]:
+    def largest(self, lengths: np.ndarray, world: int = 1) -> list[tuple[np.ndarray, Shape | None]]:
         """The micro-batches of an epoch, on any rank, that may need the most memory, as places in ``members``, and the
         shape that each is padded to.
 
@@ -363,8 +362,8 @@ class EpochPlan:
         """
         largest: dict[int, tuple[float, np.ndarray, Shape | None]] = {}  # by the number of the measure
         for step in range(len(self)):
-            shape = self.shape(step, world, min_micros)
-            parts, _ = self._parts(step, world, min_micros)
+            shape = self.shape(step, world)
+            parts, _ = self._parts(step, world)
             if shape is not None:  # all are padded to it
                 parts = parts[:1]
             for places in parts:
@@ -384,7 +383,7 @@ class EpochPlan:
         return list(different.values())
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (keeps one step, and this object lives for an epoch)
-    def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
+    def _parts(self, i: int, world: int) -> tuple[list[np.ndarray], int]:
         """The micro-batches of step ``i`` on all ranks, as places in ``members``, and their number on each rank."""
         batching = self.batching
         clips = self._clips
@@ -395,7 +394,7 @@ class EpochPlan:
         order = np.argsort(-longest, kind="stable")
         places = places[order]
 
-        padded = self._padded(i, world, min_micros)
+        padded = self._padded(i, world)
         if padded is not None:
             # All micro-batches get one shape, so they are even if they have as many utterances.
             _, micros = padded
@@ -407,7 +406,7 @@ class EpochPlan:
         smallest = -(-batching.min_batch_utterances // clips)
         fewest_cuts = _cut(seconds, batching.max_batch_seconds, smallest, largest)
         assert fewest_cuts is not None, "the number of runs isn't limited here"
-        micros = max(min_micros, -(-len(fewest_cuts) // world))
+        micros = -(-len(fewest_cuts) // world)
         max_cuts = micros * world
         # The smallest limit of seconds for which this number is enough makes them as even as possible.
         low = sum(seconds) / max_cuts

@@ -41,13 +41,13 @@ class Shapes(NamedTuple):
 
 
 def choose_shapes(buckets: Buckets, tokens_of: np.ndarray, *, max_batch_seconds: float,
-                  max_batch_utterances: int | None = None, least: int = 1, world: int = 1, min_micros: int = 1,
+                  max_batch_utterances: int | None = None, least: int = 1, world: int = 1,
                   max_shapes: int = MAX_SHAPES) -> Shapes:
     """Group buckets so that at most ``max_shapes`` shapes need the least padded seconds.
 
     tokens_of: ``[N]``, the number of tokens of each utterance.
     max_batch_seconds, max_batch_utterances, least: limits of a micro-batch, as in ``Batching``.
-    world, min_micros: ranks that share a step, and the least micro-batches of each.
+    world: ranks that share a step.
     """
     # [K] each, of the buckets: the longest utterance, ascending, the number of steps, the utterances in the largest of
     # them, and the most tokens of an utterance.
@@ -65,7 +65,7 @@ def choose_shapes(buckets: Buckets, tokens_of: np.ndarray, *, max_batch_seconds:
     def micro_batches(places: slice, capacity: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
         """Micro-batches of a rank in a step of each bucket, and rows of a micro-batch."""
         utterances = largest[places]
-        micros = np.maximum(min_micros, -(-utterances // (np.minimum(capacity, most) * world)))
+        micros = np.maximum(1, -(-utterances // (np.minimum(capacity, most) * world)))
         return micros, np.maximum(-(-utterances // (micros * world)), np.minimum(utterances, room))
 
     # Each bucket has as many micro-batches as it needs for max_batch_seconds if it has a shape of its own.

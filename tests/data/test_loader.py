@@ -146,9 +146,9 @@ def test_batches_are_padded_to_the_shapes_of_the_plan(manifest, world, tmp_path)
             seen += [name for name in batch.ids if name in plain]
             shapes.add(tuple(each.shape for each in batch.tensors()))
         assert {shape for _, shape in loader.epoch_plan(1).largest(np.array(tokens), world)} <= set(
-            loader.plan.shapes(world, 1).of_bucket)
+            loader.plan.shapes(world).of_bucket)
     assert sorted(seen) == sorted(name for name in manifest.ids if name not in ("u3", "u4"))
-    assert len(shapes) <= len(set(loader.plan.shapes(world, 1).of_bucket))
+    assert len(shapes) <= len(set(loader.plan.shapes(world).of_bucket))
 
 
 class Counting:
@@ -240,8 +240,8 @@ def test_batches_have_the_rate_that_was_asked_for(manifest):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_number_of_workers_changes_nothing(manifest, workers):
     augment = Augment([SpeedPerturb(), Gain()])
-    alone = list(make(manifest, augment=augment, min_micros=2).at(2))
-    with make(manifest, augment=augment, min_micros=2, workers=workers) as loader:
+    alone = list(make(manifest, augment=augment).at(2))
+    with make(manifest, augment=augment, workers=workers) as loader:
         together = list(loader.at(2))
         again = list(loader.at(2))
     assert len(alone) == len(together) and all(map(same, alone, together)) and all(map(same, alone, again))
@@ -267,10 +267,12 @@ def test_starts_at_any_step_without_those_before_it(manifest, workers, monkeypat
 
 def test_ranks_and_micro_batches_share_out_each_step(manifest):
     alone: dict[int, set] = {}
-    for batch in make(manifest).at(1):
+    several = Batching(max_batch_seconds=4, step_seconds=8, max_batch_utterances=1)  # micro-batches on three ranks, too
+    for batch in make(manifest, batching=several).at(1):
         alone.setdefault(batch.step, set()).update(batch.ids)
-    ranks = [list(make(manifest, rank=rank, world=3, min_micros=2).at(1)) for rank in range(3)]
+    ranks = [list(make(manifest, batching=several, rank=rank, world=3).at(1)) for rank in range(3)]
     places = [[(batch.step, batch.micro, batch.micros) for batch in rank] for rank in ranks]
+    assert max(batch.micros for batch in ranks[0]) > 1
     assert places[0] == places[1] == places[2]
     shared: dict[int, list] = {}
     for batch in itertools.chain(*ranks):

@@ -46,15 +46,15 @@ def test_every_utterance_is_in_one_step_and_steps_keep_their_size(seconds, most,
 
 
 @settings(max_examples=150, deadline=None)
-@given(durations, st.floats(30, 100), st.floats(1, 600), st.integers(1, 9), st.integers(1, 4),
+@given(durations, st.floats(30, 100), st.floats(1, 600), st.integers(1, 9),
        st.one_of(st.none(), st.integers(1, 5)), st.sampled_from([0, 0.32]))
-def test_shares_of_a_step_are_all_of_it_and_fit(seconds, most, step, world, min_micros, utts, rounded):
+def test_shares_of_a_step_are_all_of_it_and_fit(seconds, most, step, world, utts, rounded):
     plan = Plan(seconds, Batching(most, step, max_batch_utterances=utts), round_seconds=rounded)
     epoch = plan.epoch(1)
     for i in range(min(len(epoch), 3)):
-        shares = [epoch.share(i, rank, world, min_micros) for rank in range(world)]
+        shares = [epoch.share(i, rank, world) for rank in range(world)]
         counts = {len(share) for share in shares}
-        assert len(counts) == 1 and counts.pop() >= min_micros
+        assert len(counts) == 1 and counts.pop() >= 1
         parts = [part for share in shares for part in share]
         assert sorted(np.concatenate(parts).tolist()) == sorted(epoch.step(i).tolist())
         for part in parts:
@@ -63,9 +63,9 @@ def test_shares_of_a_step_are_all_of_it_and_fit(seconds, most, step, world, min_
 
 
 @settings(max_examples=150, deadline=None)
-@given(durations, st.floats(30, 100), st.floats(1, 600), st.integers(1, 9), st.integers(1, 4),
+@given(durations, st.floats(30, 100), st.floats(1, 600), st.integers(1, 9),
        st.one_of(st.none(), st.integers(7, 9)), st.integers(1, 3), st.one_of(st.none(), st.integers(1, 50)))
-def test_micro_batches_of_the_same_steps_fit_into_few_shapes(seconds, most, step, world, min_micros, utts, least,
+def test_micro_batches_of_the_same_steps_fit_into_few_shapes(seconds, most, step, world, utts, least,
                                                              buckets):
     most = max(most, 5 * max(seconds))
     batching = Batching(most, step, buckets=buckets, max_batch_utterances=utts, min_batch_utterances=least)
@@ -76,9 +76,9 @@ def test_micro_batches_of_the_same_steps_fit_into_few_shapes(seconds, most, step
     assert steps_of(plan, 2) == steps_of(plain, 2)
     epoch, shapes = plan.epoch(2), set()
     for i in range(len(epoch)):
-        shape = epoch.shape(i, world, min_micros)
-        shares = [epoch.share(i, rank, world, min_micros) for rank in range(world)]
-        assert len({len(share) for share in shares}) == 1 and len(shares[0]) >= min_micros
+        shape = epoch.shape(i, world)
+        shares = [epoch.share(i, rank, world) for rank in range(world)]
+        assert len({len(share) for share in shares}) == 1 and len(shares[0]) >= 1
         parts = [part for share in shares for part in share if len(part)]
         assert sorted(np.concatenate(parts).tolist()) == sorted(epoch.step(i).tolist())
         for part in parts:
@@ -104,12 +104,11 @@ def test_few_shapes_of_700_hours_have_little_padding(step, world, most):
     assert len(shapes) <= 32 and 1 - seconds.sum() / padded < most
 
 
-def test_micro_batches_are_no_more_than_needed_or_asked_for():
+def test_micro_batches_are_no_more_than_needed():
     plan = Plan(corpus(), Batching(max_batch_seconds=50, step_seconds=400))
     epoch = plan.epoch(1)
     assert {len(epoch.share(i, 0, 8)) for i in range(len(epoch))} <= {1, 2}
     assert {len(epoch.share(i, 0, 16)) for i in range(len(epoch))} == {1}
-    assert {len(epoch.share(i, 0, 16, 3)) for i in range(len(epoch))} == {3}
     for i in range(len(epoch)):
         padded = plan.durations[epoch.step(i)].max() * len(epoch.step(i))
         assert len(epoch.share(i, 0, 1)) <= padded / 50 * 1.1 + 1
@@ -119,7 +118,7 @@ def test_ranks_have_about_the_same_to_do():
     plan = Plan(corpus(20000), Batching(max_batch_seconds=100, step_seconds=1600))
     epoch, worst = plan.epoch(1), []
     for i in range(0, len(epoch), 3):
-        shares = [epoch.share(i, rank, 8, 2) for rank in range(8)]
+        shares = [epoch.share(i, rank, 16) for rank in range(16)]
         cost = [sum(plan.durations[part].max(initial=0) * len(part) for part in share) for share in shares]
         worst.append(max(cost) / np.mean(cost))
     assert np.mean(worst) < 1.08
@@ -244,10 +243,10 @@ def test_the_first_epoch_can_be_sorted(sort, direction):
 
 
 @settings(max_examples=200, deadline=None)
-@given(durations, st.floats(1, 600), st.integers(1, 9), st.integers(1, 4), st.integers(2, 5), st.integers(0, 9),
+@given(durations, st.floats(1, 600), st.integers(1, 9), st.integers(2, 5), st.integers(0, 9),
        st.one_of(st.none(), st.integers(9, 12)), st.sampled_from([0, 0.32]))
 @pytest.mark.slow
-def test_no_micro_batch_has_fewer_utterances_than_asked_for(seconds, step, world, min_micros, least, room, utts,
+def test_no_micro_batch_has_fewer_utterances_than_asked_for(seconds, step, world, least, room, utts,
                                                             rounded):
     most = (2 * least - 1) * max(seconds) + room
     batching = Batching(most, step, min_batch_utterances=least, max_batch_utterances=utts)
@@ -262,7 +261,7 @@ def test_no_micro_batch_has_fewer_utterances_than_asked_for(seconds, step, world
     for i, members in enumerate(steps):
         longest = max(plan.durations[i] for i in members)
         assert len(members) >= least and (len(members) < 2 * least or longest * len(members) <= step * (1 + 1e-5))
-        shares = [epoch.share(i, rank, world, min_micros) for rank in range(world)]
+        shares = [epoch.share(i, rank, world) for rank in range(world)]
         assert len({len(share) for share in shares}) == 1
         parts = [part for share in shares for part in share if len(part)]
         assert sorted(np.concatenate(parts).tolist()) == sorted(members)
@@ -283,11 +282,11 @@ def steps_by_counting(counts, labels_per_step, clips):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=12), st.integers(1, 5), st.integers(2, 6), st.integers(1, 4),
        st.integers(1, 3), st.integers(1, 30), st.sampled_from([0, 0.16, 0.32]))
-def test_each_step_has_as_many_clips_of_as_many_labels_on_any_ranks(counts, clips, wanted, world, min_micros, epoch,
+def test_each_step_has_as_many_clips_of_as_many_labels_on_any_ranks(counts, clips, wanted, world, at_most, epoch,
                                                                     rounded):
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
     seconds = np.full(len(labels), 0.5)
-    batching = Batching(6, 0.5 * clips * wanted, clips_per={"speaker": clips})
+    batching = Batching(6, 0.5 * clips * wanted, max_batch_utterances=clips * at_most, clips_per={"speaker": clips})
     if sum(count >= clips for count in counts) < wanted:
         with pytest.raises(SbkitError, match="clips_per: "):
             Plan(seconds, batching, labels=labels)
@@ -300,7 +299,7 @@ def test_each_step_has_as_many_clips_of_as_many_labels_on_any_ranks(counts, clip
     for number, members in enumerate(steps):
         groups = labels[members].reshape(wanted, clips)
         assert (groups == groups[:, :1]).all() and len(set(groups[:, 0].tolist())) == wanted
-        parts = [part for rank in range(world) for part in plan.epoch(epoch).share(number, rank, world, min_micros)]
+        parts = [part for rank in range(world) for part in plan.epoch(epoch).share(number, rank, world)]
         assert sorted(np.concatenate(parts).tolist()) == sorted(members)
         assert all((labels[part].reshape(-1, clips) == labels[part].reshape(-1, clips)[:, :1]).all() for part in parts)
 
@@ -394,7 +393,7 @@ from sbkit.data.shapes import MAX_SHAPES
 seconds = np.clip(np.random.default_rng(0).lognormal(1.5, 0.45, 2_000_000), 0.8, 30).astype(np.float32)
 start = time.process_time()  # of this process alone, however busy the machine is
 epoch = Plan(seconds, Batching(200, 1600)).epoch(5)
-epoch.share(len(epoch) - 1, 7, 8, 1)
+epoch.share(len(epoch) - 1, 7, 8)
 print(time.process_time() - start, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -156,7 +156,9 @@ def main(folder, place=None):
     if os.environ.get("MIXTURE"):  # a quarter of it has half of each step
         part = ["large" if row % 4 else "small" for row in range(UTTERANCES)]
         manifest = manifest.replace(meta={"corpus": part}, shares={"large": 1.0, "small": 1.0})
-    plan = Plan.of(manifest, Batching(max_batch_seconds=2.0, step_seconds=4.0, seed=3), None, EPOCHS)
+    # A micro-batch for each utterance: steps have several on two ranks, too, and with an odd number a dummy batch.
+    batching = Batching(max_batch_seconds=2.0, max_batch_utterances=1, step_seconds=4.0, seed=3)
+    plan = Plan.of(manifest, batching, None, EPOCHS)
     if os.environ.get("PADDED"):
         plan.pad_to_shapes(np.array([len(Letters().encode(text)) for text in manifest.texts]))
     net, normalize, counter = Net(), InputNormalization(), EpochCounter(EPOCHS)
@@ -176,8 +178,7 @@ def main(folder, place=None):
         place, _, brain.victim = places[0].partition("@")
         where, *numbers = place.split(":")
         brain.kill = (where, *map(int, numbers))
-    with TrainLoader(manifest, Letters(), plan, workers=2, min_micros=3, rank=ranks.rank(),
-                     world=ranks.world_size()) as train_set, \
+    with TrainLoader(manifest, Letters(), plan, workers=2, rank=ranks.rank(), world=ranks.world_size()) as train_set, \
             EvalLoader(manifest.select(range(12)), Letters(), max_batch_seconds=2.0, workers=0,
                        rank=ranks.rank(), world=ranks.world_size()) as valid_set:
         brain.fit(counter, train_set, valid_set)

@@ -95,8 +95,8 @@ def steps(folder):
 
 
 PLACES = {
-    "before the first checkpoint": ["train:1:2:1"],
-    "right after a checkpoint, which is still being written": ["train:1:6:0"],
+    "before the first checkpoint": ["train:1:0:3"],
+    "right after a checkpoint, which is still being written": ["train:1:4:0"],
     "in mid-accumulation": ["train:2:4:1"],
     "in validation": ["evaluating:2:2:0"],
     "between the log's line and the checkpoint": ["logged:2:0:0"],
@@ -104,7 +104,7 @@ PLACES = {
 }
 MORE_PLACES = {
     "between steps": ["train:2:4:0"],
-    "in the last micro-batch of an epoch": ["train:1:8:2"],
+    "in the last micro-batch of an epoch": ["train:1:8:4"],
     "again and again": ["train:1:7:2", "train:1:8:1", "train:2:5:1", "logged:2:0:0", "train:3:8:2", "saving:3:0:0"],
 }
 
@@ -120,7 +120,7 @@ def test_a_killed_run_ends_as_the_one_never_stopped(runs, never_stopped, places,
         assert train(folder, place)[0] == -signal.SIGKILL
     result = finished(folder)
     if places != PLACES["before the first checkpoint"]:
-        assert len([line for line in steps(folder) if line[:2] == [1, 0]]) <= 4, "it began from scratch"
+        assert len([line for line in steps(folder) if line[:2] == [1, 0]]) <= 7, "it began from scratch"
     assert different(result, never_stopped) == []
 
 
@@ -188,9 +188,9 @@ def test_what_one_process_began_two_end_in_the_same_order_of_steps(runs, never_s
 def test_torchruns_restarts_end_as_the_run_never_stopped(runs, two_never_stopped):
     """It keeps the store, in which the addresses of the ranks before each restart are."""
     folder = runs / "restarted"
-    places = "train:1:7:2@1,train:3:7:0@0"
+    places = "train:1:7:1@1,train:3:7:0@0"
     done = program(resume_run.restarting, str(folder), places, OMP_NUM_THREADS="1", MIXTURE="1")
     assert done.returncode == 0, done.stderr[-4000:]
     ends = re.findall(r"^ends at (.*)$", done.stderr, re.M)  # torchrun may name a rank that lost the killed one first
-    assert ends == ["train 1 7 2 rank 1", "train 3 7 0 rank 0"]
+    assert ends == ["train 1 7 1 rank 1", "train 3 7 0 rank 0"]
     assert different(json.loads(done.stdout.splitlines()[-1]), two_never_stopped) == []
