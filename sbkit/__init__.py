@@ -21,7 +21,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 # Resolved on first use, so that `import sbkit` costs nothing, and inference never imports training code.
 _LAZY = {
     "Brain": "sbkit.compat.brain",
-    "Loss": "sbkit.train.step",
+    "Loss": "sbkit.train.loss",
     "Checkpointer": "sbkit.train.checkpoint",
     "Stage": "speechbrain.core",
     "SbkitError": "sbkit.errors",

@@ -19,7 +19,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.decode.durations import Alignment
 from sbkit.recipe import load
 from sbkit.tasks.tts import TTS
-from sbkit.train.step import Loss
+from sbkit.train.loss import Loss
 
 RECIPE = Path(__file__).parents[1] / "hparams" / "tts.yaml"
 RATE, STRIDE = 16_000, 320

@@ -10,7 +10,7 @@ from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, DEFAULT_SAVE_HOOKS
 
 import sbkit
 from sbkit.data.batch import PlannedBatch
-from sbkit.train.step import Loss
+from sbkit.train.loss import Loss
 
 SIZE = 6
 

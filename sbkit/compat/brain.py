@@ -35,18 +35,19 @@ from sbkit.recipe.speed import Utilisation
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import limit_torch_threads
 from sbkit.train import compiling, options, precision, rates, rng, script_start
-from sbkit.train.batches import DataSource, MicroBatch
+from sbkit.train.batches import DataSource, MicroBatch, is_last
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks, sharding
 from sbkit.train.forward_state import restoring
 from sbkit.train.freezing import Freezing
 from sbkit.train.keys import ScriptKeys, TrainKeys
+from sbkit.train.loss import Loss, losses_in_fp32, one_number
 from sbkit.train.memory.oom import is_out_of_memory, oom_as_user_error, release
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.optim import fused
 from sbkit.train.optimizer_trial import mistakes_of
+from sbkit.train.results import StepResult
 from sbkit.train.state import TrainState, state_view
-from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, one_number
 from sbkit.train.trainer import Trainer
 from sbkit.train.update import skips_itself, update
 
@@ -83,7 +84,9 @@ class Brain(sb.core.Brain):
     Keys: ClassVar[type[TrainKeys]] = ScriptKeys
     capturable: ClassVar[bool] = False
     """Whether a step can be captured as a CUDA graph. Each class says so for itself, as an override may need Python."""
-    step, optimizer_step, nonfinite_count = map(state_view, ("step", "optimizer_step", "nonfinite_count"))
+    step = state_view("batches_in_epoch")
+    optimizer_step = state_view("optimizer_step")
+    nonfinite_count = state_view("failed_in_epoch")
     opt_class: Callable[..., torch.optim.Optimizer] | None
     profiler: torch.profiler.profile | None
 
@@ -203,10 +206,9 @@ class Brain(sb.core.Brain):
         if ranks.is_main():
             attention_kernel.log_kernel([self.modules], torch.device(self.device), self.precision, self.keys.accelerate)
         self._compile()
-        self.trainer.freezing.update(self.optimizer_step)
+        self.trainer.freezing.apply(self.optimizer_step)
         self._wrap_distributed()
         self.init_optimizers()
-        self.trainer.set_up(self.trainer.parallel)  # there are optimizers now
         parts = ParameterGroups(self.modules, vars(self.hparams))
         table = trained_parts(parts, self.trainer.freezing.until, self._rate_factors, self.peak_rate)
         if table is not None and ranks.is_main():  # not all learn at one rate
@@ -315,9 +317,9 @@ class Brain(sb.core.Brain):
         scale = self.scaler.factor()
         factor = torch.ones((), device=eager.device) if scale is None else 1 / scale
         optimizers, rates_on_device = eager.prepare_update()
-        with eager.keeping_frozen(optimizers):
+        with eager.rescaling_frozen(optimizers):
             _, skipped = update(optimizers, factor, self.max_grad_norm, rates=rates_on_device)
-            eager.follow_update(skipped, skipped)
+            eager.adjust_scale_and_average(skipped, skipped)
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
         self.optimizer_step += 1
@@ -345,7 +347,7 @@ class Brain(sb.core.Brain):
         """Take a step on this micro-batch alone; return False, without an update, if it did not fit into memory."""
         try:
             self.trainer.train_step(iter([(batch, True)]))
-            self.trainer.take_results()
+            self.trainer.receive_results()
             return True
         except Exception as error:
             if not is_out_of_memory(error):

@@ -17,8 +17,8 @@ from sbkit.nn import guard
 from sbkit.system import memory
 from sbkit.train.batches import DataSource
 from sbkit.train.distributed import ranks
+from sbkit.train.loss import Loss, one_number
 from sbkit.train.monitor.display import StageDisplay
-from sbkit.train.step import Loss, one_number
 
 
 class MeanLoss:

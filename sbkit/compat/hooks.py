@@ -24,9 +24,10 @@ from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.hooks import EpochBatches, LoopSettings
 from sbkit.train.keys import ScriptKeys
+from sbkit.train.loss import Computed, as_loss, losses_in_fp32
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import StepTimes
-from sbkit.train.step import Computed, StepResult, as_loss, losses_in_fp32
+from sbkit.train.results import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -115,28 +116,28 @@ class BrainHooks:
             times.mark("forward")
             outputs = losses_in_fp32(outputs, brain.training_ctx)
             objectives = objectives_of(brain, outputs, batch, Stage.TRAIN)
-        return Computed(outputs, objectives, as_loss(objectives, as_planned(batch).weight))
+        return Computed(outputs, objectives, as_loss(objectives, as_planned(batch).is_dummy))
 
     def batches(self, train_set: DataSource, epoch: int) -> EpochBatches:
         brain, state = self.brain, self.brain.train_state
         last_batch = self.settings.batch_limit
         if loaders.has_plan(train_set):
-            begun, steps = state.epoch_steps, train_set.steps(epoch)
-            if state.epoch_step and begun not in (None, steps):
+            begun, steps = state.planned_steps_in_epoch, train_set.steps(epoch)
+            if state.steps_in_epoch and begun not in (None, steps):
                 logger.warning(
                     "Epoch %s started with %d steps and now has %d: the recipe, the corpus, the device or --compile "
                     "(with round_seconds) has changed. Some utterances of this epoch are used twice or not at all.",
                     epoch, begun, steps)
-            state.epoch_steps = steps
-            rest = map(loaders.check_planned, train_set.at(epoch, min(state.epoch_step, steps)))
+            state.planned_steps_in_epoch = steps
+            rest = map(loaders.check_planned, train_set.at(epoch, min(state.steps_in_epoch, steps)))
             on_device = loaders.on_device(rest, train_set, brain.device)
-            return EpochBatches(partial(loaders.iterator_of, on_device), state.epoch_step, steps, last_batch)
+            return EpochBatches(partial(loaders.iterator_of, on_device), state.steps_in_epoch, steps, last_batch)
         loaders.set_epoch(epoch, brain.train_sampler, train_set)
         length = loaders.length(train_set)
         if length is not None:
-            length += state.step - loaders.first_batch(train_set, state.step)
+            length += state.batches_in_epoch - loaders.first_batch(train_set, state.batches_in_epoch)
             last_batch = min(length, last_batch or length)
-        return EpochBatches(partial(loaders.iterator_of, train_set), state.step, length, last_batch)
+        return EpochBatches(partial(loaders.iterator_of, train_set), state.batches_in_epoch, length, last_batch)
 
     def before_batch(self, batch: MicroBatch, last: bool) -> None:
         self.brain.on_fit_batch_start(batch, last)

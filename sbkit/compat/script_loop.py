@@ -10,9 +10,9 @@ import torch
 
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.distributed import ranks
+from sbkit.train.loss import one_number
 from sbkit.train.monitor.display import Progress
 from sbkit.train.results import FLAGS
-from sbkit.train.step import one_number
 from sbkit.train.trainer import NotFinite, Trainer
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class ScriptTrainer(Trainer):
     A script that overrides ``_fit_train`` runs a loop of its own over the epoch, unless it calls ``super()``: it keeps
     what is around an epoch.
 
-    The two loops share what is before and after a step (``prepare_step``, ``begin_next_update``, ``between_steps``).
+    The two loops share what is before and after a step (``prepare_step``, ``open_next_step``, ``between_steps``).
     Their lines differ in who knows whether a micro-batch ended a step or updated the weights: here only the script.
 
     overridden : the methods of SpeechBrain's step that the script overrides
@@ -60,7 +60,7 @@ class ScriptTrainer(Trainer):
         self.overridden = overridden
         self._warned = False
 
-    def take_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
+    def train_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
                    epoch: int) -> None:
         """Go through the epoch.
 
@@ -68,16 +68,16 @@ class ScriptTrainer(Trainer):
         ``grad_accumulation_factor`` or the plan: gradients of half a step are in no checkpoint.
         """
         updates_before = self.state.optimizer_step
-        batches_before = self.state.step
-        self._take_steps(micro_batches, progress, train_set, epoch)
-        trained = self.state.step > batches_before
+        batches_before = self.state.batches_in_epoch
+        self._train_steps(micro_batches, progress, train_set, epoch)
+        trained = self.state.batches_in_epoch > batches_before
         if trained and self.state.optimizer_step == updates_before and not self._warned and ranks.is_main():
             self._warned = True
             logger.warning("No update was counted in epoch %d, so what follows the steps stays where it is: learning "
                            "rate, thawing, limits. If optimizers_step or fit_batch of %s updates weights, let it also "
                            "do self.optimizer_step += 1, as SpeechBrain's does", epoch, type(self.brain).__name__)
 
-    def _take_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
+    def _train_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
                     epoch: int) -> None:
         state = self.state
         while self.prepare_step(train_set, epoch):
@@ -89,20 +89,20 @@ class ScriptTrainer(Trainer):
             updates_before = state.optimizer_step
             self._fit_batch(batch, epoch)
             if last:
-                state.epoch_step += 1
+                state.steps_in_epoch += 1
             if state.optimizer_step > updates_before:
-                self.begin_next_update()
+                self.open_next_step()
             if last:
                 self.between_steps(self._agree_on_flags(), progress)
 
     def _fit_batch(self, batch: MicroBatch, epoch: int) -> None:
         """Train on a micro-batch by the script's methods, and count its loss."""
         brain = self.brain
-        failures_before = self.state.nonfinite_count
+        failures_before = self.state.failed_in_epoch
         loss = one_number(brain.fit_batch(batch), "fit_batch")
 
         # Brain.fit_batch checks its loss; a script's own may do so by check_loss_isfinite, or not at all.
-        checked = self.state.nonfinite_count > failures_before or "check_loss_isfinite" in self.overridden
+        checked = self.state.failed_in_epoch > failures_before or "check_loss_isfinite" in self.overridden
         if "fit_batch" in self.overridden and not checked:
             self._count_if_not_finite(loss, epoch)
         brain.avg_train_loss = brain.update_average(loss, brain.avg_train_loss)
@@ -113,9 +113,10 @@ class ScriptTrainer(Trainer):
             return
         state = self.state
         patience = self.settings.nonfinite_patience
-        state.nonfinite_count += 1
-        what = f"batch {state.step} has the loss {loss.item()}, number {state.nonfinite_count} of epoch {epoch}"
-        if state.nonfinite_count > patience:
+        state.failed_in_epoch += 1
+        what = (f"batch {state.batches_in_epoch} has the loss {loss.item()}, number {state.failed_in_epoch} of epoch "
+                f"{epoch}")
+        if state.failed_in_epoch > patience:
             raise NotFinite(what, hint=f"nonfinite_patience allows {patience}")
         logger.warning("%s (nonfinite_patience allows %d)", what, patience)
 

@@ -30,7 +30,7 @@ def share_training(brain: Brain) -> None:
     keys = brain.keys
     if trainer.parallel.exchange is not None:  # of an earlier fit
         trainer.parallel.exchange.close()
-    trainer.set_up(Single(trainer.compute))
+    trainer.share_by(Single(trainer.compute))
     several_ranks = ranks.world_size() > 1
     if several_ranks:
         _synchronise_batch_norms(brain.modules)
@@ -48,13 +48,13 @@ def share_training(brain: Brain) -> None:
     ranks.take_from_main([*brain.modules.parameters(), *brain.modules.buffers()])
     if keys.fsdp:
         sharded = sharding.ShardedModules(brain.modules, trainer.compute, trainer.device, keys.fsdp)
-        trainer.set_up(Sharded(sharded))
+        trainer.share_by(Sharded(sharded))
         return
     # A script's own step may have several backwards, each of other parameters.
     own_step = bool(brain.overridden_methods)
     exchange = GradientExchange(brain.modules.named_parameters(), mean=own_step,
                                 agree_each_time=own_step or brain.find_unused_parameters)
-    trainer.set_up(Replicated(trainer.compute, exchange))
+    trainer.share_by(Replicated(trainer.compute, exchange))
 
 
 def _synchronise_batch_norms(modules: torch.nn.ModuleDict) -> None:

@@ -46,6 +46,11 @@ class PlannedBatch:
         return 0.0
 
     @property
+    def is_dummy(self) -> bool:
+        """Whether it holds no data: a rank that has none for a step computes it, to take part in the step."""
+        return self.weight == 0
+
+    @property
     def last(self) -> bool:
         """Whether the optimizer steps after this micro-batch."""
         return self.micro == self.micros - 1
@@ -98,7 +103,7 @@ class Batch(PlannedBatch):
 
     def __post_init__(self) -> None:
         if self.real is None:
-            self.real = self.signals.new_full((len(self.ids),), self.weight != 0, dtype=torch.bool)
+            self.real = self.signals.new_full((len(self.ids),), not self.is_dummy, dtype=torch.bool)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the fields of a pickled batch; one that an earlier version saved for ``sbkit rerun`` lacks the newest.

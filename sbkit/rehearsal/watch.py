@@ -135,7 +135,7 @@ class Watch:
         call_around(Brain, "open_stage", self._open_stage)
         for name in ("save_checkpoint", "save_and_keep_only"):
             call_around(Checkpointer, name, lambda *a, **k: diary.begin_stage("checkpoint"))
-        call_around(Trainer, "begin_next_update", self._count_step)
+        call_around(Trainer, "open_next_step", self._count_step)
 
     def _open_stage(self, brain: Brain, stage: Stage, epoch: int | None = None) -> None:
         if self.diary.stage == NAMES[Stage.TRAIN]:

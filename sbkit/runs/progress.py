@@ -81,8 +81,8 @@ def _progress_at(checkpoint: Checkpoint, counter: EpochCounter, counter_name: st
     load_recoverable(saved_counter, counter_name, checkpoint.paramfiles[counter_name], load_hook, epoch_ended)
     if isinstance(saved_counter, EpochCounterWithStopper) and STOPPER in checkpoint.paramfiles:
         load_stopper(saved_counter, checkpoint.paramfiles[STOPPER], epoch_ended)
-    return RunProgress(state.epochs or counter.limit, state.optimizer_step, saved_counter.current, state.epoch_step,
-                       keys_to_raise(saved_counter))
+    return RunProgress(state.planned_epochs or counter.limit, state.optimizer_step, saved_counter.current,
+                       state.steps_in_epoch, keys_to_raise(saved_counter))
 
 
 def last_logged_step(folder: Path) -> int:

@@ -135,7 +135,9 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
         logger.info("Epoch %d was the last, so only the test is left; a larger %s trains on", epochs.current, larger)
     elif resumed and ranks.is_main():
         state = brain.train_state
-        within = f", after {state.epoch_step} of its {state.epoch_steps} steps" if state.epoch_step else ""
+        within = ""
+        if state.steps_in_epoch:
+            within = f", after {state.steps_in_epoch} of its {state.planned_steps_in_epoch} steps"
         repeated = ""
         if last_step > state.optimizer_step:
             repeated = f". What was trained since the last checkpoint, up to step {last_step} of the run, is repeated"

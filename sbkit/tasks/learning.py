@@ -17,7 +17,7 @@ from sbkit.tasks.learning_progress import LearningProgress
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.monitor.metrics import MetricsLog
-from sbkit.train.step import StepResult
+from sbkit.train.results import StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -45,8 +45,8 @@ from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.early_stopping import EarlyStopping
 from sbkit.train.monitor.metrics import MetricsLog
+from sbkit.train.results import StepResult
 from sbkit.train.schedule import Annealing, SpeechBrainScheduler, log_limits
-from sbkit.train.step import StepResult
 
 if TYPE_CHECKING:
     from sbkit.data.loader import TrainLoader
@@ -297,7 +297,7 @@ class Task(Brain):
         results_folder : for the test's results, if they don't go into the run's folder
         """
         self.planned_steps = steps
-        self.train_state.epochs = epochs
+        self.train_state.planned_epochs = epochs
         self.utilisation = utilisation
         self.mixture_parts.open_run(train_set)
         if results_folder is not None and self.metrics_log is not None:

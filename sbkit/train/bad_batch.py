@@ -30,12 +30,12 @@ from sbkit.score.run_files import BAD_BATCHES
 from sbkit.system import untrusted
 from sbkit.system.console import table
 from sbkit.train import rng as rng_state
-from sbkit.train.batches import MicroBatch, rows, tensors_in, utterance_ids
+from sbkit.train.batches import KeptBatch, rows, tensors_in, utterance_ids
 from sbkit.train.checkpoint.files import write_state
 from sbkit.train.distributed import ranks
 from sbkit.train.forward_state import restoring
 from sbkit.train.keys import ScriptKeys
-from sbkit.train.step import StepResult
+from sbkit.train.results import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +47,6 @@ _FORMAT = "sbkit bad batch"
 _FORMER_FOLDER, _FORMER_REPORT = "culprits", "culprit.json"
 _FOLDER = FolderKind("a saved bad batch", _REPORT, _FORMAT, lambda values: (_BATCHES, _WEIGHTS))
 _IMPORTED = ("sbkit.", "speechbrain.")  # modules that may be imported for a class of a saved batch
-
-
-class KeptBatch(NamedTuple):
-    """A micro-batch, and the state of the random generators (``rng.capture``) before it was run, if known."""
-
-    batch: MicroBatch
-    rng: Mapping[str, torch.Tensor] | None = None
 
 
 class Layer(NamedTuple):
@@ -123,7 +116,7 @@ def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> 
         brain.write_numbers(steps_taken + 1)
 
     is_bad = bool(not math.isfinite(rerun.loss) or rerun.bad_gradients or rerun.error)
-    is_dummy = as_planned(kept.batch).weight == 0
+    is_dummy = as_planned(kept.batch).is_dummy
     ids = utterance_ids(kept.batch)
     bad_ids: list[str] = []
     if is_bad and not is_dummy:
@@ -311,7 +304,7 @@ def replay(brain: sb.Brain, folder: str | os.PathLike[str]) -> str:
     weights_file = _weights_of(folder, step)
     if weights_file is not None:
         _load_weights(brain, weights_file)
-    brain.trainer.freezing.update(step - 1)
+    brain.trainer.freezing.apply(step - 1)
     brain.trainer.freezing.train()
 
     late = saved.get("late", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,21 @@ MicroBatch = Any  # what its data loader yields; its own hooks name the class
 Outputs = Any  # what its compute_forward returns
 Objectives = Any  # what its compute_objectives returns, such as a Loss or a scalar tensor
 DataSource = Any  # a dataset, a data loader, or another iterable of micro-batches
+
+
+class KeptBatch(NamedTuple):
+    """A micro-batch, and the state of the random generators (``rng.capture``) before it was run, if known.
+
+    With both, a step that was not finite can be run again.
+    """
+
+    batch: MicroBatch
+    rng: Mapping[str, torch.Tensor] | None = None
+
+
+def is_last(batch: object) -> bool | None:
+    """Return whether a batch is the last of its step; None if it doesn't say, as only the batches of a plan do."""
+    return batch.last if isinstance(batch, PlannedBatch) else None
 
 
 def utterance_ids(batch: object) -> list[str]:

@@ -44,18 +44,18 @@ class Freezing:
         self.unfreeze_steps = sorted({step for step in self._until.values() if step < float("inf")})
         self._stage = -1
         self.next_change: float | None = None
-        """The number of steps after which ``update`` changes something next; None: nothing changes any more."""
-        self.update(int(self.unfreeze_steps[-1]) if self.unfreeze_steps else 0)
+        """The number of steps after which ``apply`` changes something next; None: nothing changes any more."""
+        self.apply(int(self.unfreeze_steps[-1]) if self.unfreeze_steps else 0)
 
-    def update(self, step: int) -> None:
+    def apply(self, steps_done: int) -> None:
         """Freeze and unfreeze parameters for what follows this many steps."""
-        self.next_change = min((turn for turn in self.unfreeze_steps if turn > step), default=None)
-        stage = sum(turn <= step for turn in self.unfreeze_steps)
+        self.next_change = min((step for step in self.unfreeze_steps if step > steps_done), default=None)
+        stage = sum(step <= steps_done for step in self.unfreeze_steps)
         if stage == self._stage:
             return
         self._stage = stage
         for parameter, until in self._parameters():
-            parameter.requires_grad_(step >= until)
+            parameter.requires_grad_(steps_done >= until)
             _FROZEN[parameter] = True
         self._eval_frozen()
 

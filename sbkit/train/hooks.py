@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from sbkit.recipe.speed import Utilisation
 from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.loss import Computed
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import StepTimes
-from sbkit.train.step import Computed, StepResult
+from sbkit.train.results import StepResult
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How a step is computed: forward and backward of its micro-batches, and its update.
 
 ``Eager`` does so with Python, one kernel after the other. ``graphs.Captured`` replays CUDA graphs of what ``Eager``
-does. A recipe that updates nothing gets ``GradientsOnly``. Which one is chosen when a run is set up.
+does. A recipe that updates nothing gets ``GradientsOnly``. Which one is chosen once, before the first step of a run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from sbkit.train.distributed.parallel import Single, zeroed
 from sbkit.train.hooks import Hooks
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.precision import Unscaled
-from sbkit.train.results import step_values
-from sbkit.train.step import COUNT, TOTAL, Loss, row_of
+from sbkit.train.results import COUNT, TOTAL, step_values, sums_of
 from sbkit.train.update import gradients, update, write_rates
 
 Rates = Sequence[Sequence[Tensor] | None]  # the tensors of learning rates of each optimizer, see ``update.write_rates``
@@ -32,8 +31,8 @@ Rates = Sequence[Sequence[Tensor] | None]  # the tensors of learning rates of ea
 class MicroStep(NamedTuple):
     """What a micro-step leaves behind besides gradients."""
 
-    row: Tensor  # its sums and counts, see ``step.row_of``
-    names: list[str]  # of its extras
+    sums: Tensor  # of its loss and extras, see ``results.sums_of``
+    extra_names: list[str]
     outputs: Outputs
     objectives: Objectives
 
@@ -41,8 +40,8 @@ class MicroStep(NamedTuple):
 class Runner(Protocol):
     """Computes steps."""
 
-    updates: int
-    """Updates of weights in a step: 1, or 0 for a recipe without an optimizer."""
+    updates_weights: bool
+    """Whether a step updates weights, as all do but those of a recipe without an optimizer."""
     nodes: dict[str, int]
     """The nodes of the CUDA graphs that were captured last: of a "micro-step", and of an "update"."""
 
@@ -50,10 +49,10 @@ class Runner(Protocol):
         """Run forward and backward of a micro-batch; ``last``: whether its step ends with it."""
 
     def update(self, sums: Tensor) -> Tensor:
-        """Update by the gradients of a step, and return what the host reads later.
+        """Update by the gradients of a step, and return what the host reads later. Nothing waits for the device.
 
-        sums : of the whole step over all ranks, see ``results.step_values``
-        Returns the row of the step, see ``results``. Nothing waits for the device.
+        sums : of the whole step over all ranks, with flags
+        Returns the values of the step, see ``results``.
         """
 
     def reset(self) -> None:
@@ -61,9 +60,13 @@ class Runner(Protocol):
 
 
 class Eager:
-    """Computes a step with Python."""
+    """Computes a step with Python.
 
-    updates = 1
+    An update has two parts. ``prepare_update`` does what only the host can do. ``apply_gradients`` is what the device
+    computes; it can be captured as a CUDA graph. SpeechBrain's own step (``Brain.optimizers_step``) uses other parts.
+    """
+
+    updates_weights = True
 
     def __init__(self, hooks: Hooks, parallel: Single, precision: Unscaled, moving_average: EMA | None,
                  times: StepTimes, device: torch.device):
@@ -81,39 +84,40 @@ class Eager:
         if not loss.total.requires_grad:
             raise SbkitError("the loss depends on no trainable parameter", hint="freeze and detach less")
         self.times.mark("loss")
-        row, names = row_of(loss, self.device)
-        self.precision.begin(row[COUNT])
-        with zeroed(self.hooks.modules) if _is_dummy(loss) else contextlib.nullcontext():
+
+        sums, extra_names = sums_of(loss, self.device)
+        self.precision.begin(sums[COUNT])
+        with zeroed(self.hooks.modules) if loss.counts_nothing else contextlib.nullcontext():
             self.precision.scaled(loss.total).backward()
         self.times.mark("backward")
-        return MicroStep(row, names, outputs, objectives)
+        return MicroStep(sums, extra_names, outputs, objectives)
 
     def update(self, sums: Tensor) -> Tensor:
         optimizers, rates = self.prepare_update()
-        return self.take_update(optimizers, sums, rates)
+        return self.update_and_clear(optimizers, sums, rates)
 
     def prepare_update(self) -> tuple[list[Optimizer], Rates]:
-        """Return this step's optimizers and the tensors of their rates; called after all hooks, which may change them.
+        """Return the optimizers of the update that is due, and the tensors of their rates, written to the device.
 
-        What the host alone knows of an update is counted here, so that the rest can be captured.
+        Called after all hooks, which may change both. What the host alone knows of an update is counted here.
         """
         optimizers = self.hooks.optimizers()
         if self.moving_average is not None:
             self.moving_average.count_update()
         return optimizers, write_rates(optimizers, self.device)
 
-    def take_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor:
-        """Update, and clear the gradients that were used."""
-        with self.keeping_frozen(optimizers) as kept:
-            values = self.compute_update(optimizers, sums, rates)
+    def update_and_clear(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor:
+        """Update by gradients of Python's, and clear those that were used."""
+        with self.rescaling_frozen(optimizers) as frozen_gradients:
+            values = self.apply_gradients(optimizers, sums, rates)
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
-            if kept and self.parallel.exchange is not None:  # the next sum over ranks includes them
-                torch._foreach_div_(kept, ranks.world_size())
+            if frozen_gradients and self.parallel.exchange is not None:  # the next sum over ranks includes them
+                torch._foreach_div_(frozen_gradients, ranks.world_size())
         return values
 
-    def compute_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor:
-        """Compute an update, all of which can be captured.
+    def apply_gradients(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor:
+        """Change weights by their gradients, and with them the loss scale and the moving average; return the values.
 
         One factor multiplies all gradients: it divides by the count of the whole step, removes the loss scale, and
         clips.
@@ -124,58 +128,68 @@ class Eager:
         factor = torch.where(counted, self.parallel.divided_by / count, torch.zeros_like(count))
         max_norm = self.hooks.settings.max_grad_norm
         norm, unchanged = update(optimizers, self.precision.unscaled(factor), max_norm, finite & counted, rates)
+
         # A step that counts nothing changes nothing: weights would decay, and move by momentum. That is no skip.
         skipped = torch.where(counted, unchanged, (~finite).to(unchanged))
         values = step_values(norm.float(), skipped, self.precision.scales(), sums)
-        self.follow_update(unchanged, skipped)
+        self.adjust_scale_and_average(unchanged, skipped)
         self.precision.follow(count / ranks.world_size())
         return values
 
-    def follow_update(self, unchanged: Tensor, skipped: Tensor) -> None:
-        """Let the loss scale and the average of the weights follow an update.
+    def adjust_scale_and_average(self, unchanged: Tensor, skipped: Tensor) -> None:
+        """Adapt the loss scale and the moving average of the weights to what optimizers have done.
 
-        unchanged, skipped : 1 if it changed nothing, and if that is because something was not finite
+        unchanged, skipped : 1 if they changed nothing, and if that is because something was not finite
         """
         self.precision.adjust(skipped)
         if self.moving_average is not None:
             self.moving_average.update(unchanged)
 
     @contextlib.contextmanager
-    def keeping_frozen(self, optimizers: Sequence[Optimizer]) -> Iterator[list[Tensor]]:
+    def rescaling_frozen(self, optimizers: Sequence[Optimizer]) -> Iterator[list[Tensor]]:
         """Bring gradients that frozen optimizers keep, as in SpeechBrain, to the loss scale that an update leaves.
 
-        optimizers : those that update inside this context
+        optimizers : those that update inside this context, so that all others are frozen
         Yields those gradients.
         """
-        active = {id(optimizer) for optimizer in optimizers}
-        frozen = [optimizer for optimizer in self.hooks.all_optimizers() if id(optimizer) not in active]
-        kept = gradients(frozen)
-        before = self.precision.gradient_scale() if kept else None
-        yield kept
-        if before is not None:
-            torch._foreach_mul_(kept, self.precision.gradient_scale() / before)
+        updating = {id(optimizer) for optimizer in optimizers}
+        frozen = [optimizer for optimizer in self.hooks.all_optimizers() if id(optimizer) not in updating]
+        frozen_gradients = gradients(frozen)
+        scale_before = self.precision.gradient_scale() if frozen_gradients else None
+        yield frozen_gradients
+        if scale_before is not None:
+            torch._foreach_mul_(frozen_gradients, self.precision.gradient_scale() / scale_before)
 
-    def written_by_update(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-        """Return the tensors that an update writes, besides weights and their gradients."""
+    def tensors_changed_with_weights(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+        """Return the tensors that ``apply_gradients`` writes, besides weights and their gradients."""
         states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
                   if isinstance(value, Tensor)]
         averages = [] if self.moving_average is None else self.moving_average.tensors()
         return [*states, *averages, *self.precision.tensors()]
 
     def reset(self) -> None:
-        pass
+        """Nothing is kept from step to step."""
 
 
-class GradientsOnly(Eager):
-    """Computes the gradients of a recipe without an optimizer, which reads them by itself."""
+class GradientsOnly:
+    """Computes the gradients of a recipe without an optimizer, which reads them by itself.
 
-    updates = 0
+    eager : computes them
+    """
+
+    updates_weights = False
+
+    def __init__(self, eager: Eager):
+        self.eager = eager
+        self.nodes: dict[str, int] = {}
+
+    def micro_step(self, batch: MicroBatch, last: bool) -> MicroStep:
+        return self.eager.micro_step(batch, last)
 
     def update(self, sums: Tensor) -> Tensor:
+        """As ``Runner.update``, of which there is only what the host reads."""
         norm = skipped = torch.zeros_like(sums[TOTAL])
-        return step_values(norm, skipped, self.precision.scales(), sums)
+        return step_values(norm, skipped, self.eager.precision.scales(), sums)
 
-
-def _is_dummy(loss: Loss) -> bool:
-    """Return whether a loss is of a dummy batch, which a rank without data computes so that all exchange alike."""
-    return not isinstance(loss.count, Tensor) and loss.count == 0
+    def reset(self) -> None:
+        """Nothing is kept from step to step."""

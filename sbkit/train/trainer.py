@@ -4,8 +4,8 @@
 micro-batches, the step, and what is due after it. Nothing in a step waits for the device: the values that the host
 needs, a step's loss among them, are copied in the background and read one step later.
 
-How a step is computed (``runner``), how ranks share it (``parallel``) and in which precision are objects, chosen when a
-run is set up. What is trained is known by its hooks alone (``hooks``).
+How a step is computed (``runner``), how ranks share it (``parallel``) and in which precision are objects, chosen before
+the first step. What is trained is known by its hooks alone (``hooks``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from sbkit.nn import guard
 from sbkit.system import memory
 from sbkit.train import graphs, rng
 from sbkit.train.averaging import EMA
-from sbkit.train.bad_batch import KeptBatch
-from sbkit.train.batches import DataSource, MicroBatch
+from sbkit.train.batches import DataSource, KeptBatch, MicroBatch, is_last
 from sbkit.train.checkpoint.files import locked_for_training
 from sbkit.train.distributed import equality, ranks, unreached
 from sbkit.train.distributed.equality import Buffers
@@ -33,16 +32,16 @@ from sbkit.train.distributed.parallel import Single
 from sbkit.train.freezing import Freezing
 from sbkit.train.graphs import Captured
 from sbkit.train.hooks import EpochBatches, Hooks, LoopSettings
+from sbkit.train.loss import Computed
 from sbkit.train.memory import largest
 from sbkit.train.monitor.display import Progress
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.precision import Unscaled
 from sbkit.train.rates import Rate, base_lr
-from sbkit.train.results import FLAGS, ArrivingSteps
+from sbkit.train.results import FLAGS, ArrivingSteps, StepResult, StepSums
 from sbkit.train.runner import Eager, GradientsOnly, MicroStep, Runner
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.state import TrainState
-from sbkit.train.step import Computed, StepResult, StepSums, is_last
 
 logger = logging.getLogger(__name__)
 
@@ -76,27 +75,37 @@ class Trainer:
         self.times = StepTimes(device)
         self.buffers = Buffers(self.modules)
         self.signals: StopSignals | None = None
+        self.arriving = ArrivingSteps(lag=0 if device.type == "cpu" else 1)  # on a CPU nothing runs behind
         self._generators = generators
         self._progress: Progress | None = None
         self._no_flags = torch.zeros(len(FLAGS), device=device)
-        self.arriving = ArrivingSteps(lag=0 if device.type == "cpu" else 1)  # on a CPU nothing runs behind
-        self.runner: Runner
-        self.set_up(Single(self.compute))
+        self.share_by(Single(self.compute))
 
-    # ------------------------------------------------------------ setting up
+    # ------------------------------------------------------------ how steps are computed
 
-    def set_up(self, parallel: Single) -> None:
-        """Choose how steps are computed from now on."""
+    def share_by(self, parallel: Single) -> None:
+        """Share steps with the other ranks in this way from now on."""
         self.parallel = parallel
-        kind = Eager if self.hooks.updates_weights else GradientsOnly
-        self.eager = kind(self.hooks, parallel, self.precision, self.moving_average, self.times, self.device)
-        self.runner = self.eager
-        if self.eager.updates and graphs.wanted(self.device, self.settings.graphs):
-            self.runner = Captured(self.eager)
+        self.eager = Eager(self.hooks, parallel, self.precision, self.moving_average, self.times, self.device)
+        self._runner: Runner | None = None
+
+    @property
+    def runner(self) -> Runner:
+        """What computes steps; chosen when the first one is due, as hooks may make optimizers until then."""
+        if self._runner is None:
+            if not self.hooks.updates_weights:
+                self._runner = GradientsOnly(self.eager)
+            elif graphs.wanted(self.device, self.settings.graphs):
+                self._runner = Captured(self.eager)
+            else:
+                self._runner = self.eager
+        return self._runner
 
     def compute(self, batch: MicroBatch) -> Computed:
         """Run forward and loss of a training micro-batch."""
         return self.hooks.compute(batch, self.times)
+
+    # ------------------------------------------------------------ around a fit
 
     @contextlib.contextmanager
     def fitting(self) -> Iterator[None]:
@@ -160,7 +169,7 @@ class Trainer:
             hooks.before_batch(batch, last)
             batches.append(KeptBatch(batch, rng.capture(self.device)))  # for `sbkit rerun`, if something is not finite
             micro = self.runner.micro_step(batch, last)
-            sums.add(micro.row, micro.names)
+            sums.add(micro.sums, micro.extra_names)
             if last:
                 break
             hooks.after_batch(batch, micro.outputs, micro.objectives, last)
@@ -170,12 +179,12 @@ class Trainer:
         if not last:  # the epoch ended within an accumulation of which nobody knew the length
             self.parallel.finish()
 
-        totals = self.parallel.reduce(torch.cat([sums.row, self.flags()]))
+        sums_of_ranks = self.parallel.reduce(sums.with_flags(self.flags()))
         if not state.first_step_checked:
-            unreached.warn_unreached(self.modules, hooks.recipe, state.unreached)
-        values = self.runner.update(totals)
-        number = state.count_step(self.runner.updates)
-        self.arriving.add(values, sums.names, batches, number)
+            unreached.warn_unreached(self.modules, hooks.recipe, state.warned_unreached)
+        values = self.runner.update(sums_of_ranks)
+        number = state.count_step(self.runner.updates_weights)
+        self.arriving.add(values, sums.extra_names, batches, number)
         times.mark("optimizer")
         if last:
             assert micro is not None
@@ -186,8 +195,7 @@ class Trainer:
         """Return what this rank asks for with a step: a 1 on the device for each of ``FLAGS`` that it raises."""
         minutes = self.settings.save_minutes if self.hooks.checkpointer is not None else 0
         save_is_due = minutes > 0 and time.monotonic() - self.state.saved_at > 60 * minutes
-        raised = {"stop": self.asked_to_stop, "save": save_is_due and ranks.is_main(),
-                  "parameters": self.parallel.disagrees}
+        raised = {"stop": self.asked_to_stop, "save": save_is_due and ranks.is_main(), "agree": self.parallel.disagrees}
         if not any(raised.values()):
             return self._no_flags  # a copy from the host less in nearly all steps
         return torch.tensor([raised[name] for name in FLAGS], dtype=torch.float32, device=self.device)
@@ -197,13 +205,13 @@ class Trainer:
     def begin_fit(self, validates: bool) -> None:
         """Begin a ``fit``; ``validates``: whether each epoch ends with a validation."""
         state = self.state
-        self.set_up(self.parallel)  # hooks may have made optimizers
+        self._runner = None  # hooks may have made other optimizers
+        self.buffers = Buffers(self.modules)  # or replaced layers
         self.hooks.open_step(state.optimizer_step + 1)
-        self.buffers = Buffers(self.modules)
         state.first_step_checked = False
         state.validates = validates
         state.largest_tried = False
-        if state.graph_changes:
+        if state.parameters_vary:
             self.parallel.agree_each_time()
 
     def train_epoch(self, train_set: DataSource, epoch: int, show: bool) -> None:
@@ -215,24 +223,30 @@ class Trainer:
         self.freezing.train()
         hooks.zero_gradients()
         batches = hooks.batches(train_set, epoch)
-        state.last_batch = batches.last_batch
+        state.last_batch_in_epoch = batches.last_batch
         if not state.largest_tried:
             state.largest_tried = True
             self._try_largest(train_set, epoch)
         state.restart_save_interval()
         hooks.begin_profile()
         self.times.reset()
-        if not state.step:
-            state.began = time.monotonic()
+        if not state.batches_in_epoch:
+            state.epoch_began = time.monotonic()
 
         progress = self._new_progress(batches, epoch, show)
         self._progress = progress
         with progress:
-            self.take_steps(self._micro_batches(batches, progress), progress, train_set, epoch)
-            self.take_results(wait=True)
+            self.train_steps(self._micro_batches(batches, progress), progress, train_set, epoch)
+            self.receive_results(wait=True)
             progress.show(state.mean_loss.known(), self.learning_rate)
+        self._end_epoch(progress, epoch)
 
-        # Steps send what ranks ask for, and none follows this one. A validation asks by itself.
+    def _end_epoch(self, progress: Progress, epoch: int) -> None:
+        """Do what is due after the last step of an epoch, before its validation."""
+        hooks = self.hooks
+        state = self.state
+
+        # Steps send what ranks ask for, and none follows the last one. A validation asks by itself.
         if not state.validates and ranks.any_of({"stop": self.asked_to_stop})["stop"]:
             self.save_and_stop()
         guard.poll(wait=True)  # before a model that learnt from an invalid label is saved
@@ -246,7 +260,7 @@ class Trainer:
         loss = self.mean_loss()
         if not self.trained_anything():
             logger.warning("Nothing was trained in epoch %d: every loss had a count of 0, or was not finite", epoch)
-        progress.close(loss, state.optimizer_step, state.began)
+        progress.close(loss, state.optimizer_step, state.epoch_began)
         hooks.close_epoch(epoch, loss)
         state.end_training()
 
@@ -262,19 +276,19 @@ class Trainer:
 
     def trained_anything(self) -> bool:
         """Return whether the epoch so far has trained on something, or had nothing to train on."""
-        return bool(self.state.mean_loss.count) or not self.state.epoch_step
+        return bool(self.state.mean_loss.count) or not self.state.steps_in_epoch
 
-    def take_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
-                   epoch: int) -> None:
+    def train_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
+                    epoch: int) -> None:
         """Take the epoch's steps, and do what is due after each."""
         while self.prepare_step(train_set, epoch):
             if not self.train_step(micro_batches):
                 return
-            self.begin_next_update()
-            self.between_steps(self.take_results(), progress)
+            self.open_next_step()
+            self.between_steps(self.receive_results(), progress)
 
-    def begin_next_update(self) -> None:
-        """Let the hooks end an update and begin the next one."""
+    def open_next_step(self) -> None:
+        """Let the hooks end the step whose update was the last, and prepare the one whose update is the next."""
         number = self.state.optimizer_step
         self.hooks.end_step(number)
         self.hooks.open_step(number + 1)
@@ -285,18 +299,18 @@ class Trainer:
         batches = epoch_batches.start()
         self._generators.restore()  # after that: starting workers draws random numbers
         for batch in batches:
-            state.step += 1
+            state.batches_in_epoch += 1
             state.batches_since_save += 1
             settings = self.settings
             planned = is_last(batch)
             if planned is None:
-                last = state.step % settings.grad_accumulation_factor == 0
+                last = state.batches_in_epoch % settings.grad_accumulation_factor == 0
             else:
                 last = planned
-            last = last or state.step == state.last_batch
+            last = last or state.batches_in_epoch == state.last_batch_in_epoch
             progress.count(batch, 1 if planned is None else int(last))
             yield batch, last
-            if state.step == settings.batch_limit:
+            if state.batches_in_epoch == settings.batch_limit:
                 return
 
     def prepare_step(self, train_set: DataSource, epoch: int) -> bool:
@@ -308,7 +322,7 @@ class Trainer:
             logger.info("Training ends, because the run has taken the %d steps of optimizer_step_limit", limit)
             return False
         if thaws_at is not None and state.optimizer_step >= thaws_at:
-            self.freezing.update(state.optimizer_step)
+            self.freezing.apply(state.optimizer_step)
             self.freezing.train()
             if self.moving_average is not None:
                 self.moving_average.track_trainable()
@@ -332,9 +346,9 @@ class Trainer:
         if time.monotonic() >= progress.due:
             progress.show(state.mean_loss.known(), self.learning_rate)
 
-        if "parameters" in asked and self.parallel.agree_each_time():
+        if "agree" in asked and self.parallel.agree_each_time():
             self.runner.reset()
-            state.graph_changes = True
+            state.parameters_vary = True
             if ranks.is_main():
                 logger.warning("The loss uses other parameters than in the first step. From now on ranks agree in each "
                                "step on those that have gradients, which makes it wait for the device; with "
@@ -365,37 +379,37 @@ class Trainer:
 
     # ------------------------------------------------------------ what the host learns of steps
 
-    def take_results(self, wait: bool = False) -> set[str]:
-        """Take in the steps whose values have arrived, all but the newest or all with ``wait``.
+    def receive_results(self, wait: bool = False) -> set[str]:
+        """Count, show and report the steps whose values have arrived: all but the newest, or all with ``wait``.
 
         Returns what any rank asked for with them, see ``results.FLAGS``.
         """
         asked: set[str] = set()
-        for result, flags in self.arriving.take(wait):
+        for result in self.arriving.take(wait):
             self.state.mean_loss.add(result.total, result.count)
             if self._progress is not None:
                 self._progress.step(result)
             self.hooks.close_step(result)
             if result.failed:
                 self._report_failure(result)
-            asked |= flags
+            asked |= result.asked
         return asked
 
     def _report_failure(self, result: StepResult) -> None:
         """Say why a step was not finite, and end the run if there were too many of them."""
         state = self.state
         patience = self.settings.nonfinite_patience
-        state.nonfinite_count += 1
+        state.failed_in_epoch += 1
         what = "gradient" if math.isfinite(result.total) else "loss"
         report = f"its {what} is not finite (with fsdp, a rank can't examine it alone)"
         if self.parallel.sharded is None:
             report = self.hooks.explain(result, state.epoch)
         if ranks.is_main():
             logger.warning("Step %d was skipped, number %d in this epoch (nonfinite_patience allows %d):\n%s",
-                           result.number, state.nonfinite_count, patience, report)
-        if state.nonfinite_count > patience:
+                           result.number, state.failed_in_epoch, patience, report)
+        if state.failed_in_epoch > patience:
             ranks.raise_on_main(NotFinite(
-                f"the {what} of {state.nonfinite_count} steps of this epoch was not finite",
+                f"the {what} of {state.failed_in_epoch} steps of this epoch was not finite",
                 hint="see the reports above; nonfinite_patience sets how many are allowed"))
 
     def mean_loss(self) -> float:
@@ -406,7 +420,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Save a checkpoint in the middle of the epoch, after recording all steps so far."""
-        self.take_results(wait=True)  # what ranks asked for with these, they ask for again with the next step
+        self.receive_results(wait=True)  # what ranks asked for with these, they ask for again with the next step
         if self._progress is not None:
             self._progress.show(self.state.mean_loss.known(), self.learning_rate)
         guard.poll(wait=True)  # raises now if a label was invalid, so that nothing learnt from it is saved
@@ -443,7 +457,7 @@ class Trainer:
         state = self.state
         place = f"step {state.optimizer_step}"
         if not state.optimizer_step:  # a recipe's own step may count none
-            place = f"batch {state.step} of epoch {state.epoch}"
+            place = f"batch {state.batches_in_epoch} of epoch {state.epoch}"
         stopped = Stopped.by(signum, place, None if saved is None else saved.path)
         if self.hooks.locks_folder and ranks.is_main():
             logger.warning("%s", stopped)  # of a script, for which Python prints nothing

@@ -29,8 +29,8 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.train.averaging import EMA
 from sbkit.train.distributed import ranks
+from sbkit.train.loss import Loss
 from sbkit.train.signals import Stopped
-from sbkit.train.step import Loss
 from sbkit.train.train_log import TrainLog
 
 EPOCHS, UTTERANCES = 3, 48

@@ -305,7 +305,7 @@ def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
     from sbkit.data.loader import TrainLoader
     from sbkit.data.plan import Plan
     from sbkit.train.bad_batch import KeptBatch, report
-    from sbkit.train.step import StepResult
+    from sbkit.train.results import StepResult
 
     recipe, brain = load_run(run, "cpu", precision="fp32")
     manifest = recipe.keys.corpus.load()["train"]

@@ -45,7 +45,7 @@ from sbkit.train import bad_batch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.monitor.loggers import Run, TensorBoard
 from sbkit.train.monitor.metrics import MetricsLog
-from sbkit.train.step import StepResult
+from sbkit.train.results import StepResult
 from sbkit.train.train_log import TrainLog
 
 LINES = 300

@@ -44,7 +44,7 @@ def run(folder, epochs=BEGAN, steps=5, die_at=None):
     found = read_progress(checkpointer, counter)
     toy = brain(Stopping, checkpointer=checkpointer, hparams={"die_at": die_at}, ckpt_interval_steps=2)
     toy.checkpointer.add_recoverable("model", toy.hparams.model)
-    toy.train_state.epochs = found.epochs
+    toy.train_state.planned_epochs = found.epochs
     try:
         toy.fit(counter, ToyTrainLoader(steps, 6), ToyEvalLoader(5))
     finally:

@@ -22,8 +22,8 @@ from sbkit.tasks.task import Metric, Task
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.monitor.metrics import MetricsLog
+from sbkit.train.results import StepResult
 from sbkit.train.schedule import Schedule
-from sbkit.train.step import StepResult
 from sbkit.train.train_log import TrainLog
 
 

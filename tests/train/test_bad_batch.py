@@ -26,7 +26,8 @@ from sbkit.train.bad_batch import LIMIT, KeptBatch, examine, find_saved, load_ba
 from sbkit.train.batches import tensors_in, utterance_ids
 from sbkit.train.distributed import ranks
 from sbkit.train.keys import TrainKeys
-from sbkit.train.step import Loss, StepResult
+from sbkit.train.loss import Loss
+from sbkit.train.results import StepResult
 
 
 @dataclasses.dataclass

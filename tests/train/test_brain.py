@@ -32,8 +32,8 @@ from sbkit.train import options
 from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import replay
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.loss import Loss
 from sbkit.train.signals import Stopped
-from sbkit.train.step import Loss
 from sbkit.train.trainer import NotFinite
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)

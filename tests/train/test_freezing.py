@@ -252,9 +252,9 @@ def test_parameters_that_a_model_itself_keeps_frozen_are_never_unfrozen():
     modules["model"][0].weight.requires_grad_(False)
     for _ in range(2):  # a run's modules may be given to another Brain, as the check's are
         freezing = Freezing(modules, ParameterGroups(modules, {}), {"*": 5})
-        freezing.update(0)
+        freezing.apply(0)
         assert not any(parameter.requires_grad for parameter in modules.parameters())
-    freezing.update(5)
+    freezing.apply(5)
     assert [name for name, each in modules.named_parameters() if not each.requires_grad] == ["model.0.weight"]
 
 
@@ -264,10 +264,10 @@ def test_a_module_is_in_evaluation_mode_whoever_froze_its_parts():
     encoder[0].requires_grad_(False)
     modules = torch.nn.ModuleDict({"model": torch.nn.ModuleList([encoder, torch.nn.Linear(2, 2)])})
     freezing = Freezing(modules, ParameterGroups(modules, {"encoder": encoder}), {"encoder": 5})
-    freezing.update(0)
+    freezing.apply(0)
     freezing.train()
     assert not encoder.training and not encoder[0].training and modules["model"][1].training
-    freezing.update(5)
+    freezing.apply(5)
     freezing.train()
     assert encoder.training
 

@@ -15,9 +15,9 @@ from sbkit.train.distributed import ranks
 from sbkit.train.graphs.capture import MicroStepCapture, UpdateCapture
 from sbkit.train.graphs.recorder import Recorder
 from sbkit.train.graphs.variants import Phase, Stage
+from sbkit.train.loss import Loss
 from sbkit.train.muon import Muon
 from sbkit.train.runner import Eager
-from sbkit.train.step import Loss
 
 CALLS = itertools.count(1)
 
@@ -68,13 +68,13 @@ def trained_on_a_rank(wanted, all_reduce=replayed.all_reduce_or_record):
         model, gradients = layers(), []
         toy = brain(UpdatesByPython, modules=model, opt_class=partial(torch.optim.SGD, lr=0.01),
                     hparams={"graphs": wanted})
-        eager_update = Eager.compute_update
+        eager_update = Eager.apply_gradients
 
         def kept(eager, optimizers, sums, rates):
             gradients.append([None if each.grad is None else each.grad.clone() for each in model.parameters()])
             return eager_update(eager, optimizers, sums, rates)
 
-        patched.setattr(Eager, "compute_update", kept)
+        patched.setattr(Eager, "apply_gradients", kept)
         toy.fit(range(1, 2), ToyTrainLoader(6, 3, ranks.rank(), 2, micros=2))
         return gradients, state(toy), toy.trainer.runner.nodes
 

@@ -395,4 +395,4 @@ def test_an_epoch_s_checkpoint_taken_at_the_end_of_training_starts_the_next_epoc
     toy.fit(range(1, 2), ToyTrainLoader(3))
     again = brain(Saves, checkpointer=Checkpointer(tmp_path))
     again.on_fit_start()
-    assert (again.step, again.train_state.epoch_step, again.optimizer_step, again.avg_train_loss) == (0, 0, 3, 0.0)
+    assert (again.step, again.train_state.steps_in_epoch, again.optimizer_step, again.avg_train_loss) == (0, 0, 3, 0.0)

@@ -20,10 +20,11 @@ from toys import ToyBrain, ToyTrainLoader, brain
 import sbkit
 from sbkit.data.batch import Batch
 from sbkit.errors import SbkitError
+from sbkit.train.batches import is_last
+from sbkit.train.loss import Loss, as_loss
 from sbkit.train.muon import Muon
 from sbkit.train.optim import fused
 from sbkit.train.precision import Scaled, Scaler
-from sbkit.train.step import Loss, as_loss, is_last
 from sbkit.train.update import skips_itself, update, write_rates
 
 
@@ -67,11 +68,11 @@ def take(net, optimizer, parts, max_norm=None, scaler=None, spoil=None, kind=Net
     toy.optimizers_dict, toy.scaler, facts = {"all": optimizer}, toy.scaler if scaler is None else scaler, []
     toy.on_step_known, toy.nonfinite_patience = facts.append, 9
     toy.trainer.precision = Scaled(toy.scaler, toy.trainer.device) if toy.scaler.is_enabled() else toy.trainer.precision
-    toy.trainer.set_up(toy.trainer.parallel)
+    toy.trainer.share_by(toy.trainer.parallel)
     handle = next(net.parameters()).register_hook(lambda grad: grad if spoil is None else torch.full_like(grad, spoil))
     assert toy.trainer.train_step((part, place == len(parts)) for place, part in enumerate(parts, start=1))
     handle.remove()
-    assert toy.trainer.take_results(wait=True) == set()
+    assert toy.trainer.receive_results(wait=True) == set()
     return facts[-1]
 
 
@@ -181,7 +182,7 @@ def test_a_sum_of_losses_has_the_extras_of_both():
 
 
 def test_a_placeholder_does_not_count_even_if_its_loss_is_nan():
-    loss = as_loss(Loss(torch.tensor(math.nan), 7.0, {"ctc": (torch.tensor(math.nan), 7.0)}), weight=0.0)
+    loss = as_loss(Loss(torch.tensor(math.nan), 7.0, {"ctc": (torch.tensor(math.nan), 7.0)}), is_dummy=True)
     assert loss.total == 0 and loss.count == 0 and isinstance(loss.count, float)
     assert loss.extras == {"ctc": (0.0, 0.0)}
 

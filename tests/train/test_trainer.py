@@ -17,7 +17,7 @@ def test_no_other_file_reads_a_private_name_of_a_brain():
     assert found == {}
 
 
-LOOP = ["trainer.py", "runner.py", "hooks.py", "step.py", "update.py", "results.py",
+LOOP = ["trainer.py", "runner.py", "hooks.py", "loss.py", "update.py", "results.py",
         *sorted(f"graphs/{path.name}" for path in (HOUSE / "train" / "graphs").glob("*.py"))]
 
 

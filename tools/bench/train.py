@@ -240,12 +240,12 @@ def ours(hparams: dict[str, Any], request: CommandLine, batches: int = STEP_BATC
         micro_batches = ((batch, batch.last) for batch in kept)
         while brain.trainer.train_step(micro_batches):
             brain.open_step(brain.optimizer_step + 1)
-            brain.trainer.take_results()
-        brain.trainer.take_results(wait=True)
+            brain.trainer.receive_results()
+        brain.trainer.receive_results(wait=True)
         return seconds_of(kept)
 
     def epoch() -> float:
-        brain.step = brain.train_state.epoch_step = 0
+        brain.step = brain.train_state.steps_in_epoch = 0
         brain.noprogressbar = True
         brain._fit_train(train, next(epochs), enable=False)
         return manifests["train"].hours * 3600

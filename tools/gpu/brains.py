@@ -14,7 +14,7 @@ from sbkit.data.batch import Batch
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.ctc.task import Scores
 from sbkit.train.distributed import ranks
-from sbkit.train.step import Loss
+from sbkit.train.loss import Loss
 
 #: Environment variables: the optimizer step at which rank 1 fails, that at which all get SIGTERM, the notes folder.
 FAIL_AT, STOP_AT, NOTES = "SBKIT_GPU_FAIL_AT", "SBKIT_GPU_STOP_AT", "SBKIT_GPU_NOTES"

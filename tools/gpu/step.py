@@ -75,12 +75,12 @@ def steps(bench: Bench, name: str, utterances: int, graphs: bool) -> dict[str, A
         for _ in range(STEPS):
             step()
             losses.append(trainer.mean_loss())
-            trainer.take_results(wait=True)
+            trainer.receive_results(wait=True)
         found: dict[str, Any] = {"how": "as graphs" if graphs else "as they are", "losses": losses,
                                  "nodes": trainer.runner.nodes, "kernels": [], "busy_ms": None, "launches": None,
                                  "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_card else None}
         found["host_ms"], found["total_ms"] = timed(step, device)
-        trainer.take_results(wait=True)
+        trainer.receive_results(wait=True)
         tiny = torch.zeros(8, device=device)
         found["launch_us"] = 1e3 * timed(lambda: add_often(tiny), device)[0] / 1000
         peak = speed.peak_of(device, brain.precision)[0]

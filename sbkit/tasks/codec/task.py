@@ -21,7 +21,7 @@ from sbkit.tasks.codec.results import CodecFacts, CodecResults, CodecRow, measur
 from sbkit.tasks.generation import Fit, SpeechTest, all_fit, drop_other_sounds, stoi
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric, Task
-from sbkit.train.step import Loss
+from sbkit.train.loss import Loss
 
 if TYPE_CHECKING:
     from sbkit.tasks.codec.exported import ExportedCodec

@@ -34,7 +34,7 @@ from sbkit.tasks.recognise.labels import FrameTokens, safe_tokens, token_tables
 from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.transcriber import Transcriber
 from sbkit.tasks.task import Task
-from sbkit.train.step import Loss
+from sbkit.train.loss import Loss
 
 if TYPE_CHECKING:
     from sbkit.tasks.ctc.exported import ExportedCTC

@@ -21,7 +21,7 @@ from sbkit.tasks.enhance.keys import EnhancementKeys
 from sbkit.tasks.generation import ClipSampler, SoundResults, drop_other_sounds, means, stoi
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric, Task
-from sbkit.train.step import Loss
+from sbkit.train.loss import Loss
 
 if TYPE_CHECKING:
     from sbkit.tasks.enhance.exported import ExportedEnhancer

@@ -28,7 +28,7 @@ from sbkit.score.verification import Rates, Trials
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.speaker.keys import SpeakerKeys
 from sbkit.tasks.task import Metric, Task
-from sbkit.train.step import Loss
+from sbkit.train.loss import Loss
 
 if TYPE_CHECKING:
     from sbkit.export.exported import Exported

@@ -31,7 +31,7 @@ from sbkit.tasks.recognise.transcriber import Transcriber
 from sbkit.tasks.task import Task
 from sbkit.tasks.transducer.decoding import TransducerDecoding
 from sbkit.tasks.transducer.keys import TransducerKeys
-from sbkit.train.step import Loss
+from sbkit.train.loss import Loss
 
 if TYPE_CHECKING:
     from sbkit.tasks.transducer.exported import ExportedTransducer

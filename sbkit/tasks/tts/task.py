@@ -31,7 +31,7 @@ from sbkit.tasks.tts import labels
 from sbkit.tasks.tts.keys import CODEC_PARTS, TTSKeys
 from sbkit.tasks.tts.labels import Label, Targets, VoiceLabels
 from sbkit.tasks.tts.results import SpokenRow, VoiceResults, measures
-from sbkit.train.step import Loss
+from sbkit.train.loss import Loss
 
 if TYPE_CHECKING:
     from sbkit.tasks.tts.exported import ExportedVoice

@@ -84,10 +84,10 @@ class MicroStepCapture:
             before = HostState(self.hooks)
             with self.hooks.restoring():
                 with refusing_waits():
-                    row = self.eager.micro_step(self.batch, last=False).row
+                    sums = self.eager.micro_step(self.batch, last=False).sums
                 HostState(self.hooks).refuse_changes(before)
                 reached = [parameter for parameter in parameters if parameter.grad is not None]
-                expected = Expected(reached, _figures(row, reached))
+                expected = Expected(reached, _figures(sums, reached))
             self.places.decide(reached)
             return expected
         except Exception as error:
@@ -124,18 +124,18 @@ class MicroStepCapture:
 
     def verify(self, graph: MicroStepGraph, expected: Expected) -> bool:
         """Replay on the batch and the random numbers of the trial; return False if there is no memory to compare."""
-        sums = len(graph.result.row)
+        number_of_sums = len(graph.result.sums)
         try:
             earlier = [place.clone() for place in self.places.tensors]  # of earlier micro-batches
             torch._foreach_zero_(self.places.tensors)
             graph.graph.replay()
-            replayed = _figures(graph.result.row, expected.parameters).numpy()
+            replayed = _figures(graph.result.sums, expected.parameters).numpy()
             torch._foreach_copy_(self.places.tensors, earlier)
         except Exception as error:
             if is_out_of_memory(error):  # for a moment there are two sets of gradients
                 return False
             raise
-        check_micro_step(expected.figures.numpy(), replayed, sums)
+        check_micro_step(expected.figures.numpy(), replayed, number_of_sums)
         return True
 
 
@@ -144,7 +144,7 @@ class UpdateCapture:
 
     All ranks do so at the same update, since an optimizer may communicate.
 
-    optimizers, sums, rates : of the update that is due, see ``Eager.compute_update``
+    optimizers, sums, rates : of the update that is due, see ``Eager.apply_gradients``
     """
 
     def __init__(self, eager: Eager, recorder: Recorder, places: GradientPlaces, variant: Variant[UpdateGraph],
@@ -173,7 +173,7 @@ class UpdateCapture:
         static_sums = self.sums.clone()
 
         def work() -> Tensor:
-            values = self.eager.compute_update(self.optimizers, static_sums, self.rates)
+            values = self.eager.apply_gradients(self.optimizers, static_sums, self.rates)
             torch._foreach_zero_(self.places.tensors)
             return values
 
@@ -191,7 +191,7 @@ class UpdateCapture:
         """
         weights = [weight for optimizer in self.optimizers for group in optimizer.param_groups
                    for weight in group["params"]]
-        written = [*weights, *self.places.tensors, *self.eager.written_by_update(self.optimizers)]
+        written = [*weights, *self.places.tensors, *self.eager.tensors_changed_with_weights(self.optimizers)]
         before: list[Tensor] = []
         expected: list[Tensor] = []
         try:
@@ -212,7 +212,7 @@ class UpdateCapture:
                 state.update(held)
 
         try:
-            self.eager.compute_update(self.optimizers, self.sums.clone(), self.rates)
+            self.eager.apply_gradients(self.optimizers, self.sums.clone(), self.rates)
             torch._foreach_copy_(expected, weights)
             put_back()
             graph.graph.replay()
@@ -233,10 +233,10 @@ def _copied(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), batch)
 
 
-def _figures(row: Tensor, parameters: Sequence[Parameter]) -> Peek:
+def _figures(sums: Tensor, parameters: Sequence[Parameter]) -> Peek:
     """Return the sums of a micro-step, and the norms of the gradients that it gave."""
     norms = torch._foreach_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    return Peek(torch.cat([row, torch.stack([norm.float() for norm in norms])]))
+    return Peek(torch.cat([sums, torch.stack([norm.float() for norm in norms])]))
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ class Captured:
     eager : computes what is captured, and what can't be
     """
 
-    updates = 1
+    updates_weights = True
 
     def __init__(self, eager: Eager):
         self.eager = eager
@@ -93,7 +93,7 @@ class Captured:
     def _micro_step_graph(self, batch: MicroBatch, exchanges: bool) -> MicroStepGraph | None:
         """Return the graph of a micro-step, captured now if it is new; None: Python has to compute it."""
         planned = as_planned(batch)
-        if self.phase is not Phase.CAPTURING or planned.weight == 0:  # a dummy batch is of a shape of its own
+        if self.phase is not Phase.CAPTURING or planned.is_dummy:  # which is of a shape of its own
             return None
         if planned.beyond_shape:  # a graph of its own would hardly be replayed
             self._warn_beyond_shape()
@@ -124,7 +124,7 @@ class Captured:
         optimizers, rates = self.eager.prepare_update()
         graph = self._update_graph(optimizers, sums, rates)
         if graph is None:
-            values = self.eager.take_update(optimizers, sums, rates)
+            values = self.eager.update_and_clear(optimizers, sums, rates)
         else:
             self.places.attach()
             values = graph.replay(sums, optimizers)

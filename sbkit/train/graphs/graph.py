@@ -41,7 +41,7 @@ class MicroStepGraph:
 
     def copied_result(self) -> MicroStep:
         """Return what the last replay has computed, with sums that outlast the next one."""
-        return self.result._replace(row=self.result.row.clone())
+        return self.result._replace(sums=self.result.sums.clone())
 
 
 @dataclass

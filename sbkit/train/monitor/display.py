@@ -20,10 +20,11 @@ from sbkit.recipe.speed import Utilisation
 from sbkit.system.console import LINE_SECONDS
 from sbkit.train import compiling
 from sbkit.train.distributed import ranks
+from sbkit.train.loss import Mean
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.rates import Rate
-from sbkit.train.step import Mean, StepResult
+from sbkit.train.results import StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a step is made of: the loss of a micro-batch as sum and count, and what the host learns of the step.
+"""The loss of a micro-batch as sum and count, so that the mean over a whole step is exact.
 
 Backward runs on sums, whose divisor is known only after every rank has contributed (see ``update``).
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from speechbrain.utils.autocast import TorchAutocast
 from torch.utils._pytree import tree_map_only
 
-from sbkit.data.batch import PlannedBatch
 from sbkit.errors import SbkitError
 from sbkit.train.batches import Objectives, Outputs
 
@@ -39,6 +38,11 @@ class Loss(NamedTuple):
     @property
     def mean(self) -> torch.Tensor:
         return self.total / self.count
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether the host knows that the count is 0, as of a dummy batch: then it gives no gradient, NaN included."""
+        return not isinstance(self.count, torch.Tensor) and self.count == 0
 
     # Not as a tuple's, which nobody wants here.
     def __mul__(self, factor: torch.Tensor | float) -> Loss:  # type: ignore[override]
@@ -67,56 +71,6 @@ class Loss(NamedTuple):
         return tree_map_only(torch.Tensor, torch.Tensor.detach, self._replace(extras=extras))
 
 
-class Computed(NamedTuple):
-    """What a recipe computed from a micro-batch, and its loss as sums."""
-
-    outputs: Outputs
-    objectives: Objectives
-    loss: Loss
-
-
-#: Where a row has the loss, summed, and its count; see ``row_of``.
-TOTAL, COUNT = 0, 1
-
-
-def row_of(loss: Loss, device: torch.device) -> tuple[torch.Tensor, list[str]]:
-    """Return a loss, its count, then sum and count of each extra, as one tensor on the device, and the extras' names.
-
-    Rows are summed over micro-batches and ranks without leaving the device.
-    """
-    extras = loss.extras or {}
-    names = sorted(extras)
-    pairs = [(loss.total, loss.count), *(extras[name] for name in names)]
-    return torch.stack([_on(device, number) for pair in pairs for number in pair]), names
-
-
-def _on(device: torch.device, number: torch.Tensor | float) -> torch.Tensor:
-    if isinstance(number, torch.Tensor):
-        return number.detach().reshape(()).to(device=device, dtype=torch.float32)
-    return torch.full((), float(number), dtype=torch.float32, device=device)  # torch.tensor would copy from the host
-
-
-class StepSums:
-    """The rows of a step's micro-batches (see ``row_of``), summed on the device."""
-
-    def __init__(self) -> None:
-        self.row: torch.Tensor  # once there is a micro-batch
-        self.names: list[str] = []
-        self._begun = False
-
-    def add(self, row: torch.Tensor, names: list[str]) -> None:
-        """Add the row of a micro-batch; all of a step must have the same extras."""
-        if not self._begun:
-            self.row = row
-            self.names = names
-            self._begun = True
-            return
-        if names != self.names:
-            raise SbkitError(f"the micro-batches of one step return different extras: {self.names} and {names}",
-                             hint="return the same names each time")
-        self.row = self.row + row
-
-
 def _with_extras(extras: Extras | None, others: Extras | None) -> Extras | None:
     if not extras or not others:
         return extras or others
@@ -127,15 +81,18 @@ def _with_extras(extras: Extras | None, others: Extras | None) -> Extras | None:
     return both
 
 
-def is_last(batch: object) -> bool | None:
-    """Return whether a batch is the last of its step; None if it doesn't say, as only the batches of a plan do."""
-    return batch.last if isinstance(batch, PlannedBatch) else None
+class Computed(NamedTuple):
+    """What a recipe computed from a micro-batch, and its loss as sums."""
+
+    outputs: Outputs
+    objectives: Objectives
+    loss: Loss
 
 
-def as_loss(value: Objectives, weight: float = 1.0) -> Loss:
+def as_loss(value: Objectives, is_dummy: bool = False) -> Loss:
     """Convert the result of ``compute_objectives`` to sums in fp32.
 
-    A plain scalar keeps SpeechBrain's meaning: each micro-batch counts as one. A batch of weight 0 counts as none.
+    A plain scalar keeps SpeechBrain's meaning: each micro-batch counts as one. A dummy batch counts as none.
     """
     loss = value if isinstance(value, Loss) else Loss(value, 1.0)
     one_number(loss.total, "compute_objectives", tensor=True)
@@ -143,10 +100,12 @@ def as_loss(value: Objectives, weight: float = 1.0) -> Loss:
         raise SbkitError(f"compute_objectives returned sbkit.Loss with a count of {loss.count}", hint="0 is the least")
     total = loss.total.float() if loss.total.dtype in _HALF else loss.total
     loss = loss._replace(total=total.reshape(()))
-    if weight == 0:
-        extras = {name: (torch.zeros_like(loss.total), 0.0) for name in loss.extras or {}}
-        return Loss(torch.where(torch.zeros_like(loss.total, dtype=torch.bool), loss.total, 0.0), 0.0, extras)
-    return loss
+    if not is_dummy:
+        return loss
+    extras = {name: (torch.zeros_like(loss.total), 0.0) for name in loss.extras or {}}
+    # A 0 that still depends on the parameters: backward has to reach those that it reaches on ranks with data.
+    never = torch.zeros_like(loss.total, dtype=torch.bool)
+    return Loss(torch.where(never, loss.total, 0.0), 0.0, extras)
 
 
 def losses_in_fp32(outputs: T, context: TorchAutocast) -> T:
@@ -157,30 +116,6 @@ def losses_in_fp32(outputs: T, context: TorchAutocast) -> T:
     if not isinstance(context.context, torch.autocast):
         return outputs
     return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor, outputs)
-
-
-class StepResult(NamedTuple):
-    """The values of one optimizer step, after their copy from the device."""
-
-    total: float  # loss, summed over ranks and micro-batches
-    count: float  # type: ignore[assignment]  # as in ``Loss``
-    norm: float  # gradient norm of the mean loss, before clipping
-    skipped: bool  # not updated, because something was not finite
-    scale: float  # loss scale of a mean (1 unless fp16)
-    sum_scale: float  # additional factor of sums (1 unless fp16)
-    extras: dict[str, tuple[float, float]]
-    batches: list[Any]  # this rank's micro-batches
-    number: int  # of the optimizer step, from 1
-    late: int = 0  # number of steps taken before its values arrived
-
-    @property
-    def loss(self) -> float:
-        return self.total / self.count if self.count else math.nan
-
-    @property
-    def failed(self) -> bool:
-        """Whether the step was not finite for another reason than a loss scale that was tried too high."""
-        return not math.isfinite(self.total) or (self.skipped and self.scale <= 1.0)
 
 
 class Mean:
