@@ -19,7 +19,8 @@ def run(args: argparse.Namespace) -> int:
     require_run(args.folder)
     from sbkit.runs import restore
     from sbkit.score.weights import LAST, ChosenWeights
-    from sbkit.train.bad_batch import find_saved, replay
+    from sbkit.train.bad_batch import replay
+    from sbkit.train.bad_batch.files import find_saved
 
     bad_batch, saved = find_saved(args.folder)
     brain = restore.build(restore.read_run(bad_batch.parent.parent), args.device, precision=saved["precision"])

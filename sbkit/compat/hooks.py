@@ -19,7 +19,7 @@ from sbkit.compat import loaders
 from sbkit.data.batch import as_planned
 from sbkit.errors import SbkitError, explain
 from sbkit.recipe.speed import Utilisation
-from sbkit.train import bad_batch
+from sbkit.train.bad_batch.report import report
 from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.hooks import EpochBatches, LoopSettings
@@ -78,7 +78,7 @@ class BrainHooks:
             step_limit=brain.optimizer_step_limit,
             batch_limit=brain.debug_batches if brain.debug else None,
             save_minutes=brain.ckpt_interval_minutes,
-            save_steps=brain.ckpt_interval_steps,
+            save_batches=brain.ckpt_interval_steps,
             log_interval=brain.keys.log_interval,
             graphs=brain.keys.graphs,
             bar_colour=brain.tqdm_barcolor["train"] or None)
@@ -220,7 +220,7 @@ class BrainHooks:
         return True
 
     def explain(self, result: StepResult, epoch: int | None) -> str:
-        return bad_batch.report(self.brain, self.brain.keys.output_folder or ".", result, epoch)
+        return report(self.brain, self.brain.keys.output_folder or ".", result, epoch)
 
     def write_checkpoint(self) -> None:
         self.brain._save_intra_epoch_ckpt()  # SpeechBrain's, which a script may override

@@ -37,13 +37,15 @@ class LoopSettings:
     batch_limit: int | None
     """Micro-batches of an epoch (``--debug``)."""
     save_minutes: float
-    save_steps: int
-    """Time, or micro-batches, between two checkpoints in the middle of an epoch; 0: never."""
+    """Minutes between two checkpoints in the middle of an epoch; 0: none by time."""
+    save_batches: int
+    """Micro-batches between two checkpoints in the middle of an epoch; 0: none by their number."""
     log_interval: float
     """Seconds between lines of metrics.jsonl."""
     graphs: bool | None
     """The key ``graphs``: whether steps are captured as CUDA graphs; None: if the model says that they can be."""
     bar_colour: str | None
+    """The colour of the progress bar."""
 
 
 class EpochBatches(NamedTuple):
@@ -56,84 +58,124 @@ class EpochBatches(NamedTuple):
 
 
 class Hooks(Protocol):
-    """Hooks and objects of a run. All ranks call the same hooks at the same steps."""
+    """Hooks and objects of a run. All ranks call the same hooks at the same steps.
+
+    In an epoch they are called in this order:
+
+        open_epoch, batches, begin_profile
+            before_batch, compute, after_batch          for each micro-batch; of the last one, after_batch comes
+            optimizers                                  after the update
+            end_step, open_step                         after each step; open_step also before a fit's first one
+            close_step                                  once the host knows a step's result: on a GPU, a step later
+            profile_step
+        hold_checkpoint, close_epoch
+    """
+
+    # ------------------------------------------------------------ what the run has, asked for whenever it is needed
 
     modules: torch.nn.Module
     recipe: Mapping[str, Any]
     """The recipe's values, after which parameters are named in messages."""
 
     @property
-    def settings(self) -> LoopSettings: ...
+    def settings(self) -> LoopSettings:
+        """The numbers of the run, as they are now."""
+
     @property
-    def checkpointer(self) -> Checkpointer | None: ...
+    def checkpointer(self) -> Checkpointer | None:
+        """What saves checkpoints; None: nothing is saved."""
+
     @property
-    def metrics_log(self) -> MetricsLog | None: ...
+    def metrics_log(self) -> MetricsLog | None:
+        """The log metrics.jsonl; None: there is none."""
+
     @property
-    def utilisation(self) -> Utilisation | None: ...
+    def utilisation(self) -> Utilisation | None:
+        """The FLOPs of a second of audio, if they are to be reported."""
+
     @property
-    def compiled(self) -> bool: ...
+    def compiled(self) -> bool:
+        """Whether torch compiles layers, so that an epoch reports how many graphs were compiled in it."""
+
     @property
     def locks_folder(self) -> bool:
         """Whether the loop has to lock the checkpoints' folder, since nobody else does."""
 
     @property
+    def updates_weights(self) -> bool:
+        """Whether there are optimizers, or will be, of which some may be frozen."""
+
+    @property
     def reads_outputs(self) -> bool:
         """Whether ``after_batch`` reads outputs and objectives."""
 
-    def compute(self, batch: MicroBatch, times: StepTimes) -> Computed:
-        """Run forward and loss of a training micro-batch, marking "forward" between the two."""
+    # ------------------------------------------------------------ at the ends of an epoch
+
+    def open_epoch(self, epoch: int) -> None:
+        """Begin the training of an epoch, before its batches are asked for."""
 
     def batches(self, train_set: DataSource, epoch: int) -> EpochBatches:
         """Return the rest of an epoch from the run's state on."""
 
-    def before_batch(self, batch: MicroBatch, last: bool) -> None: ...
-    def after_batch(self, batch: MicroBatch, outputs: Outputs, objectives: Objectives, last: bool) -> None: ...
-    def open_step(self, number: int) -> None:
-        """Prepare the update of this number, counted from 1."""
-
-    def end_step(self, number: int) -> None:
-        """The update of this number is queued; its result is not known yet."""
-
-    def close_step(self, result: StepResult) -> None:
-        """The result of a step is known."""
-
     def begin_profile(self) -> None:
         """Begin to profile an epoch, if the run is to be profiled."""
 
-    def profile_step(self) -> bool:
-        """Count a step; return whether the profile is complete, which ends the run."""
+    def hold_checkpoint(self) -> None:
+        """Keep the state at the end of an epoch's training, for a signal or an error before the epoch ends."""
 
-    def open_epoch(self, epoch: int) -> None: ...
-    def close_epoch(self, epoch: int, loss: float) -> None: ...
+    def close_epoch(self, epoch: int, loss: float) -> None:
+        """End the training of an epoch, with its mean loss, before its validation."""
+
+    # ------------------------------------------------------------ within a step
+
+    def before_batch(self, batch: MicroBatch, last: bool) -> None:
+        """Prepare for a micro-batch; ``last``: whether its step ends with it."""
+
+    def compute(self, batch: MicroBatch, times: StepTimes) -> Computed:
+        """Run forward and loss of a training micro-batch, marking "forward" between the two."""
+
+    def after_batch(self, batch: MicroBatch, outputs: Outputs, objectives: Objectives, last: bool) -> None:
+        """Process what was computed of a micro-batch; of the last one of a step, after the update."""
+
     def optimizers(self) -> list[Optimizer]:
         """Return those that update in this step."""
 
     def all_optimizers(self) -> list[Optimizer]:
         """Return all, frozen ones too."""
 
-    @property
-    def updates_weights(self) -> bool:
-        """Whether there are optimizers, or will be, of which some may be frozen."""
+    def zero_gradients(self) -> None:
+        """Drop all gradients, at both ends of an epoch."""
 
-    def zero_gradients(self) -> None: ...
-    def graph_key(self) -> Hashable:
-        """Return what decides, besides the shapes of a batch, which kernels the next step has."""
+    # ------------------------------------------------------------ between two steps
 
-    def capture_refusal(self) -> str | None:
-        """Return why steps are not to be captured as CUDA graphs; None if they are."""
+    def end_step(self, number: int) -> None:
+        """The update of this number is queued; its result is not known yet."""
 
-    def restoring(self) -> AbstractContextManager[None]:
-        """Undo on exit all changes by computing losses and gradients."""
+    def open_step(self, number: int) -> None:
+        """Prepare the update of this number, counted from 1."""
 
-    def state_owners(self) -> Iterable[tuple[str, object]]:
-        """Yield whatever a step might leave a value in, with its name."""
+    def close_step(self, result: StepResult) -> None:
+        """The result of a step is known."""
 
-    def explain(self, result: StepResult, epoch: int | None) -> str:
-        """Find out why a step was not finite; all ranks call it, and get the same text."""
+    def profile_step(self) -> bool:
+        """Count a step; return whether the profile is complete, which ends the run."""
 
     def write_checkpoint(self) -> None:
         """Save a checkpoint in the middle of an epoch."""
 
-    def hold_checkpoint(self) -> None:
-        """Keep the state at the end of an epoch's training, for a signal or an error before the epoch ends."""
+    def explain(self, result: StepResult, epoch: int | None) -> str:
+        """Find out why a step was not finite; all ranks call it, and get the same text."""
 
+    # ------------------------------------------------------------ before a trial, or a capture as CUDA graphs
+
+    def restoring(self) -> AbstractContextManager[None]:
+        """Undo on exit all changes by computing losses and gradients."""
+
+    def capture_refusal(self) -> str | None:
+        """Return why steps are not to be captured as CUDA graphs; None if they are."""
+
+    def graph_key(self) -> Hashable:
+        """Return what decides, besides the shapes of a batch, which kernels the next step has."""
+
+    def state_owners(self) -> Iterable[tuple[str, object]]:
+        """Yield whatever a step might leave a value in, with its name."""

@@ -355,7 +355,7 @@ class Trainer:
                                "--find_unused_parameters they do so from the first step")
         if "stop" in asked:
             self.save_and_stop()
-        due = 0 < self.settings.save_steps <= state.batches_since_save
+        due = 0 < self.settings.save_batches <= state.batches_since_save
         if checkpointer is not None and (due or "save" in asked):
             self._save()
         if checkpointer is not None and checkpointer.writer.failed:

@@ -304,7 +304,8 @@ def test_two_devices_score_the_same_as_one(run):
 def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
     from sbkit.data.loader import TrainLoader
     from sbkit.data.plan import Plan
-    from sbkit.train.bad_batch import KeptBatch, report
+    from sbkit.train.bad_batch.report import report
+    from sbkit.train.batches import KeptBatch
     from sbkit.train.results import StepResult
 
     recipe, brain = load_run(run, "cpu", precision="fp32")

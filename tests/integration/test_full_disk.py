@@ -41,7 +41,8 @@ from sbkit.score.report import write_report
 from sbkit.system import disk
 from sbkit.system.console import LogFile
 from sbkit.tasks.recognise.transcripts import write_nbest
-from sbkit.train import bad_batch
+from sbkit.train.bad_batch.report import report as report_bad_batch
+from sbkit.train.batches import KeptBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.monitor.loggers import Run, TensorBoard
 from sbkit.train.monitor.metrics import MetricsLog
@@ -235,10 +236,10 @@ def test_the_log_says_once_that_it_lacks_lines(room, capfd):
 
 
 def test_a_bad_batch_that_is_not_saved_ends_no_training(room, caplog):
-    kept = bad_batch.KeptBatch(toys.batch_of(range(3000)))
+    kept = KeptBatch(toys.batch_of(range(3000)))
     result = StepResult(math.nan, 1, 1.0, True, 1.0, 1.0, {}, [kept], number=3)
     with room.full():
-        bad_batch.report(toys.brain(), room.path, result)
+        report_bad_batch(toys.brain(), room.path, result)
     assert re.search(rf"The bad batch of step 3 is not saved: .* could not be written: {REFUSED}", caplog.text)
     assert list((room.path / "bad_batches").iterdir()) == []
 

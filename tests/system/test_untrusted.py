@@ -25,7 +25,7 @@ from sbkit.nn.pretrained.tensors import TensorFiles
 from sbkit.runs.initial.files import plain_state, tensors_in
 from sbkit.system import untrusted
 from sbkit.system.untrusted import standard_input
-from sbkit.train.bad_batch import load_batches
+from sbkit.train.bad_batch.files import load_batches
 from sbkit.train.checkpoint.state import load_file
 
 

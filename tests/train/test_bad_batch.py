@@ -22,8 +22,11 @@ import sbkit
 from sbkit.data.batch import PlannedBatch
 from sbkit.errors import SbkitError
 from sbkit.train import rng
-from sbkit.train.bad_batch import LIMIT, KeptBatch, examine, find_saved, load_batches, measure, replay, report
-from sbkit.train.batches import tensors_in, utterance_ids
+from sbkit.train.bad_batch import replay
+from sbkit.train.bad_batch.examine import examine, measure
+from sbkit.train.bad_batch.files import find_saved, load_batches
+from sbkit.train.bad_batch.report import LIMIT, report
+from sbkit.train.batches import KeptBatch, tensors_in, utterance_ids
 from sbkit.train.distributed import ranks
 from sbkit.train.keys import TrainKeys
 from sbkit.train.loss import Loss
@@ -330,10 +333,10 @@ def test_a_mask_of_minus_infinity_is_not_bad():
 
     recipe = Masked(mask=Mask(), bad=nn.Linear(3, 3))
     kept = KeptBatch(torch.ones(2, 3))
-    assert "is mask (Mask): 6 -inf of 6" in examine(recipe, kept, step=1)[0]["where"]  # nothing else explains it
+    assert "is mask (Mask): 6 -inf of 6" in examine(recipe, kept, step=1)[0].where  # nothing else explains it
     with torch.no_grad():
         recipe.modules.bad.bias[0] = math.nan
-    assert "is bad (Linear): 2 nan of 6" in examine(recipe, kept, step=1)[0]["where"]
+    assert "is bad (Linear): 2 nan of 6" in examine(recipe, kept, step=1)[0].where
 
 
 def test_checkpointed_layers_are_seen_once():
@@ -342,8 +345,8 @@ def test_checkpointed_layers_are_seen_once():
             return torch.utils.checkpoint.checkpoint(self.modules.layer, batch, use_reentrant=False)
 
     recipe = Checkpointed(layer=nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
-    account, layers = examine(recipe, KeptBatch(torch.ones(2, 3)), step=1)
-    assert [one.name for one in layers] == ["tensor", "layer.0", "layer.1", "layer"] and not account["bad"]
+    finding, layers = examine(recipe, KeptBatch(torch.ones(2, 3)), step=1)
+    assert [one.name for one in layers] == ["tensor", "layer.0", "layer.1", "layer"] and not finding.bad
 
 
 class Pair(NamedTuple):
