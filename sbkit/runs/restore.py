@@ -23,8 +23,9 @@ from sbkit.runs.progress import read_progress
 from sbkit.score.metric import Metric, Order
 from sbkit.score.run_files import BUNDLE, EVALUATIONS, RECIPE, TESTED
 from sbkit.score.weights import BEST, BEST_CHECKPOINT, LAST, ChosenWeights
-from sbkit.train.averaging import EMA, load_average, weight_recoverables
+from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.checkpoint_average import load_average, weight_recoverables
 
 if TYPE_CHECKING:
     from sbkit.compat.brain import Brain

@@ -40,8 +40,8 @@ from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.learning import LearningMonitor
 from sbkit.tasks.mixture_parts import ALL, MixtureParts
 from sbkit.tasks.text_tokens import TextTokens
-from sbkit.train.averaging import load_average
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.checkpoint_average import load_average
 from sbkit.train.distributed import ranks
 from sbkit.train.early_stopping import EarlyStopping
 from sbkit.train.monitor.metrics import MetricsLog

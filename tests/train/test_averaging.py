@@ -5,8 +5,9 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.score.weights import Mean
-from sbkit.train.averaging import EMA, averaged_state, load_average
+from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.checkpoint_average import averaged_state, load_average
 
 
 def model(width=3):

@@ -32,10 +32,11 @@ from sbkit.score.metric import Metric, Order
 from sbkit.score.run_files import RECIPE
 from sbkit.score.weights import BEST_CHECKPOINT, LAST, Average, ChosenWeights, Mean
 from sbkit.system import untrusted
-from sbkit.train.averaging import averaged_state, weights_in
+from sbkit.train.averaging import weights_in
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import BASE, base_file, read_base
 from sbkit.train.checkpoint.files import damage
+from sbkit.train.checkpoint_average import averaged_state
 
 logger = logging.getLogger(__name__)
 

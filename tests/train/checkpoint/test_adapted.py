@@ -7,9 +7,10 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.nn.adapters import LoRA
 from sbkit.score.weights import Mean
-from sbkit.train.averaging import EMA, averaged_state
+from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted, base_file
+from sbkit.train.checkpoint_average import averaged_state
 
 
 def made(folder, seed=0, rank=2):

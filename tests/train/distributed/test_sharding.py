@@ -14,8 +14,8 @@ from sbkit.runs import restore
 from sbkit.score.metric import Metric
 from sbkit.score.weights import ChosenWeights, Mean
 from sbkit.tasks.task import Task
-from sbkit.train.averaging import averaged_state
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.checkpoint_average import averaged_state
 from sbkit.train.distributed import ranks, sharding
 
 
