@@ -34,7 +34,7 @@ from sbkit.recipe.parts import ParameterGroups, trained_parts
 from sbkit.recipe.speed import Utilisation
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import limit_torch_threads
-from sbkit.train import compiling, options, precision, rates, rng, script_start
+from sbkit.train import compiling, options, precision, rate_factors, rng, script_start
 from sbkit.train.batches import DataSource, MicroBatch, is_last
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks, sharding
@@ -237,7 +237,7 @@ class Brain(sb.core.Brain):
         parts = ParameterGroups(self.modules, vars(self.hparams))
         factors = parts.values_by_path(self.keys.learning_rates or {}, "learning_rates")
         if self.keys.layer_decay != 1:
-            for path, depth in rates.depths(self, parts).items():
+            for path, depth in rate_factors.depths(self, parts).items():
                 factors[path] = factors.get(path, 1.0) * self.keys.layer_decay ** depth
         return {path: float(factor) for path, factor in factors.items() if factor != 1}
 
@@ -275,7 +275,7 @@ class Brain(sb.core.Brain):
         self.opt_class = None if plain is None else fused(plain)
         if self._scales_rates and self.opt_class is not None:
             self._rate_factors = self.rate_factors()
-            self.opt_class = rates.grouped(self.opt_class, self._rate_factors,
+            self.opt_class = rate_factors.grouped(self.opt_class, self._rate_factors,
                                            ParameterGroups(self.modules, vars(self.hparams)))
         try:
             with self.trainer.freezing.all_trainable():

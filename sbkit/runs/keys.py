@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from sbkit.data.manifest import Manifest
     from sbkit.data.plan import Batching
     from sbkit.train.checkpoint.checkpointer import Checkpointer
-    from sbkit.train.schedule import Schedule, SpeechBrainScheduler
+    from sbkit.train.schedule import Schedule
+    from sbkit.train.speechbrain_schedules import SpeechBrainScheduler
 
 #: Types of sbkit.infer, which this package can't import.
 Bundles = Any  # BundleLoader, which opens bundles of other models to label a corpus and to transcribe tests

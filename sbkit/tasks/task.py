@@ -46,7 +46,8 @@ from sbkit.train.distributed import ranks
 from sbkit.train.early_stopping import EarlyStopping
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.results import StepResult
-from sbkit.train.schedule import Annealing, SpeechBrainScheduler, log_limits
+from sbkit.train.schedule import log_limits
+from sbkit.train.speechbrain_schedules import Annealing, SpeechBrainScheduler
 
 if TYPE_CHECKING:
     from sbkit.data.loader import TrainLoader
@@ -318,9 +319,11 @@ class Task(Brain):
         self.begin_run(texts, steps)
 
     def _warn_of_too_few_steps(self, steps: int, watches_learning: bool) -> None:
-        if self.keys.schedule is not None:
+        if self.annealing is not None:
+            self.annealing.log_limits(steps)
+        if self.schedule is not None:
             compares_with_chance = self.learning is not None and self.learning.knows_chance and watches_learning
-            log_limits(self.keys.schedule, steps, compares_with_chance)
+            log_limits(self.schedule, steps, compares_with_chance)
         if self.thaws_at >= steps > 0:
             logger.warning("What is frozen until step %d never trains, because the run has %d steps: take more "
                            "(--min_steps 1000), or freeze for fewer", self.thaws_at, steps)

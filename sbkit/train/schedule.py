@@ -1,16 +1,18 @@
-"""Learning rate schedules as functions of the optimizer step and the model's progress; they have no state to save."""
+"""sbkit's schedule of the learning rate: a function of the optimizer step and the model's progress, without a state.
+
+It decides the base rate of a step; ``rates`` says what else does.
+"""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
-from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
 from sbkit.errors import SbkitError
+from sbkit.train.rates import set_base_rate
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +64,14 @@ class Schedule:
             if value is not None and value <= 0:
                 raise SbkitError(f"schedule {name} is {value:g}, so {problem}",
                                  hint="write a number above 0, or null for none")
-        self.peak, self.warmup, self.shape, self.final = peak, warmup, shape, final
-        self.max_rise_per_step, self.max_lr_at_chance = max_rise_per_step, max_lr_at_chance
-        self.total_steps = 0  # set once the length of the run is known
+        self.peak = peak
+        self.warmup = warmup
+        self.shape = shape
+        self.final = final
+        self.max_rise_per_step = max_rise_per_step
+        self.max_lr_at_chance = max_lr_at_chance
+        self.total_steps = 0
+        """The steps of the run, set once its length is known."""
         self.limit = math.inf
         """The highest rate for what the model has learnt so far; none unless ``set_score`` sets it."""
 
@@ -110,45 +117,17 @@ class Schedule:
         return self.max_lr_at_chance + max(0.0, share) * max(0.0, peak - self.max_lr_at_chance)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the rate for optimizer step ``step``, times ``lr_scale`` for groups that have one, and return it."""
-        lr = min(self(step), self.limit)
-        _set_rate(optimizer, lr)
-        return lr
+        """Set the base rate for optimizer step ``step``, and return it; see ``rates``."""
+        rate = min(self(step), self.limit)
+        set_base_rate(optimizer, rate)
+        return rate
 
 
-#: The arguments of a call of SpeechBrain's schedulers: of those that its recipes call after each optimizer step, and of
-#: those that they call after each validation.
-_PER_STEP = (("opt",), ("opt", "num_updates"))
-_PER_EPOCH = (("metric_value",), ("current_epoch",), ("optim_list", "current_epoch", "current_loss"))
-
-
-class _CalledAsSpeechBrains(type):
-    def __instancecheck__(cls, other: object) -> bool:
-        return hasattr(type(other), "on_batch_end") or _called_with(type(other)) in (*_PER_STEP, *_PER_EPOCH)
-
-
-class SpeechBrainScheduler(metaclass=_CalledAsSpeechBrains):
-    """The class of all schedulers of ``speechbrain.nnet.schedulers``, and of others that are called in the same way."""
-
-
-def _called_with(kind: type) -> tuple[str, ...]:
-    """Return the names of the arguments with which an object of a class is called; empty if it can't be."""
-    call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
-    return tuple(inspect.signature(call).parameters)[1:] if inspect.isfunction(call) else ()
-
-
-def log_limits(schedule: Any, steps: int, tracks_learning: bool) -> None:  # a Schedule, one like it, or SpeechBrain's
+def log_limits(schedule: Schedule, steps: int, tracks_learning: bool) -> None:
     """Log where a schedule's peak is out of reach in a run of this many steps, or a limit has no effect.
 
     tracks_learning : whether the loss can be compared with chance
     """
-    if isinstance(schedule, SpeechBrainScheduler):
-        for name in ("n_warmup_steps", "num_warmup_steps", "warmup_steps", "warmup"):
-            warmup = vars(schedule).get(name, 0)
-            if warmup > steps:
-                logger.warning("The warm-up takes %d steps and the run has %d: set a lower schedule.%s", warmup, steps,
-                               name)
-        return
     warmup, rate = schedule.warmup_end()
     if schedule.limits_warmup:
         lowered = limited_at_chance = ""
@@ -168,47 +147,3 @@ def log_limits(schedule: Any, steps: int, tracks_learning: bool) -> None:  # a S
         logger.warning("The warm-up takes %d steps and the run has %d, so the learning rate reaches only %.3g of %g: "
                        "use a shorter one, such as --schedule.warmup 0.2, a share of the run",
                        warmup, steps, schedule(steps), schedule.peak)
-
-
-class Annealing:
-    """Calls a scheduler of SpeechBrain as its recipes do, and gives its rate to all groups, times their ``lr_scale``.
-
-    Its state is the scheduler's own, which checkpoints hold.
-    """
-
-    def __init__(self, scheduler: Any):  # a SpeechBrainScheduler
-        self.scheduler = scheduler
-        self.called_with = _called_with(type(scheduler))
-        self.per_step = hasattr(scheduler, "on_batch_end") or self.called_with in _PER_STEP
-
-    def after_step(self, optimizer: torch.optim.Optimizer, updates: int) -> None:
-        """Set the rate of the next step; ``updates``: the steps so far."""
-        if self.per_step:
-            set_rate = getattr(self.scheduler, "on_batch_end", self.scheduler)
-            one_group = _with_one_rate(optimizer)
-            set_rate(one_group, *([updates] if "num_updates" in self.called_with else []))
-            _set_rate(optimizer, one_group.param_groups[0]["lr"])
-
-    def after_validation(self, optimizer: torch.optim.Optimizer, epoch: int, loss: float) -> None:
-        """Set the rate of the next epoch."""
-        if not self.per_step:
-            values = {"metric_value": loss, "current_loss": loss, "current_epoch": epoch,
-                      "optim_list": [_with_one_rate(optimizer)]}
-            _, next_rate = self.scheduler(*(values[name] for name in self.called_with))
-            _set_rate(optimizer, next_rate)
-
-
-def _with_one_rate(optimizer: torch.optim.Optimizer) -> SimpleNamespace:
-    """Return what schedulers need of an optimizer: one group, at the rate without its ``lr_scale``."""
-    first = optimizer.param_groups[0]
-    return SimpleNamespace(param_groups=[{"lr": float(first["lr"]) / first.get("lr_scale", 1.0)}])
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate, times ``lr_scale`` for groups that have one."""
-    for group in optimizer.param_groups:
-        scaled = lr * group.get("lr_scale", 1.0)
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(scaled)
-        else:
-            group["lr"] = scaled

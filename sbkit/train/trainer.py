@@ -37,7 +37,7 @@ from sbkit.train.memory import largest
 from sbkit.train.monitor.display import Progress
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.precision import Unscaled
-from sbkit.train.rates import Rate, base_lr
+from sbkit.train.rates import Rate, base_rate
 from sbkit.train.results import FLAGS, ArrivingSteps, StepResult, StepSums
 from sbkit.train.runner import Eager, GradientsOnly, MicroStep, Runner
 from sbkit.train.signals import Stopped, StopSignals
@@ -146,7 +146,7 @@ class Trainer:
     @property
     def learning_rate(self) -> Rate | None:
         optimizers = self.hooks.all_optimizers()
-        return base_lr(optimizers[0].param_groups[0]) if optimizers else None
+        return base_rate(optimizers[0].param_groups[0]) if optimizers else None
 
     # ------------------------------------------------------------ a step
 

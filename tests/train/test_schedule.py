@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from speechbrain.nnet import schedulers
 
 from sbkit.errors import SbkitError
-from sbkit.train.schedule import LIFTED, Annealing, Schedule, SpeechBrainScheduler
+from sbkit.train.schedule import LIFTED, Schedule
+from sbkit.train.speechbrain_schedules import Annealing, SpeechBrainScheduler
 
 
 @pytest.mark.parametrize("shape, slow", [("cosine", 0.5 ** 0.5), ("linear", 0.5)])
