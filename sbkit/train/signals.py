@@ -14,6 +14,15 @@ The numbers are exit codes, 128 + signal, as usual for processes ended by a sign
 after any of them. A SIGUSR1 kills it and its processes, unless it forwards that signal: start it with
 ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``. ``tools/launch_slurm.sh`` needs none
 of this.
+
+How a signal stops a training (``StopSignals``), on whichever rank it arrives:
+
+1. The main thread of that rank notes it, as soon as Python runs again there, and goes on.
+2. A thread of that rank says at once what will happen, if the rank is the first of its machine.
+3. The rank sends the flag "stop" with its next step (``Trainer.flags``), so all ranks know of it at the same step.
+4. All ranks save and raise ``Stopped`` (``Trainer.save_and_stop``). In a validation they ask each other at its end.
+
+All other work is ended right where it is (``end_by_signals``).
 """
 
 from __future__ import annotations
@@ -40,8 +49,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ECHO_SECONDS = 0.5
 LAUNCHER_ECHO_SECONDS = 2.0
 
-_wakeups: set[int] = set()
-_outside: dict[int, Any] = {}  # the former handlers, inside of ``end_by_signals``
+# Of this process, so that one that it forks can let go of them.
+_watchers_pipes: set[int] = set()
+"""The pipes of watchers to which Python writes signals."""
+_handlers_before_ending: dict[int, Any] = {}
+"""Inside of ``end_by_signals``, the handlers from before."""
 
 
 class Stopped(SbkitError, SystemExit):
@@ -66,6 +78,9 @@ class Stopped(SbkitError, SystemExit):
         return _stopped(signum, f" after {place}, checkpoint saved at {checkpoint}")
 
 
+# ------------------------------------------------------------ while a run trains
+
+
 class StopSignals:
     """A context that catches stop signals; ``signum`` is the first one that arrived, or None.
 
@@ -80,48 +95,38 @@ class StopSignals:
 
     A signal that nothing acted on raises ``Stopped`` when the context is left: on all ranks of a run, whichever of them
     received it, as the others would go on to a collective that it never joins. So all ranks must leave the context
-    together, or by an error. A thread, which runs even while the main one waits inside a collective or a kernel, prints
-    a message, and ends the process at the second Ctrl-C.
+    together, or by an error.
     """
 
     def __init__(self, saves: Callable[[], bool] = lambda: True) -> None:
         self.signum: int | None = None
         self._saves = saves
-        self._first: float | None = None
-        self._before: dict[int, Any] = {}
+        self._handlers_before: dict[int, Any] = {}
+        self._watcher: _Watcher | None = None
+        """None outside of the context, and where signals can't be caught."""
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Training runs outside the main thread, where stop signals can't be caught")
             return self
-
-        def note(signum: int, frame: FrameType | None) -> None:  # in the main thread
-            del frame
-            self.signum = self.signum or signum
-
-        self._before = _handle(STOP_SIGNALS, note)
-        reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        _wakeups.add(self._writing)
-        self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        self._watcher = threading.Thread(target=self._watch, args=(reading,), name="stop-signals", daemon=True)
-        self._watcher.start()
+        self._handlers_before = _handle(STOP_SIGNALS, self._note)
+        self._watcher = _Watcher(self._saves)
         return self
 
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        """Handle a signal, in the main thread."""
+        del frame
+        self.signum = self.signum or signum
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        if self._before:
-            self._stop_catching()
+        if self._watcher is not None:
+            self._watcher.take_no_more_signals()
+            _restore(self._handlers_before)
+            self._watcher.end()
+            self._watcher = None
         # Only now: from here on a signal does what it did before, so none comes between this and the end of catching.
         if kind is None:
             self._raise_if_any_rank_was_stopped()
-
-    def _stop_catching(self) -> None:
-        signal.set_wakeup_fd(self._wakeup_before)
-        _restore(self._before)
-        _wakeups.discard(self._writing)
-        os.write(self._writing, b"\0")  # closing would not end the watcher: a forked process may hold the pipe
-        self._watcher.join()
-        os.close(self._writing)
 
     def _raise_if_any_rank_was_stopped(self) -> None:
         from sbkit.train.distributed import ranks  # imports torch: a signal is to be caught before
@@ -131,24 +136,61 @@ class StopSignals:
         if signum is not None:
             ranks.raise_on_main(_stopped(signum, " after the end of training"))
 
-    def _watch(self, reading: int) -> None:
-        """Act on signals at once, in the thread; a 0 ends it."""
+
+class _Watcher:
+    """A thread that acts on signals at once, even while the main one waits inside a collective or a kernel.
+
+    It says that the run is going to stop, and ends the process at the second Ctrl-C. Python writes the number of each
+    signal to a pipe, as soon as it arrives, and the thread reads it from there.
+    """
+
+    def __init__(self, saves: Callable[[], bool]) -> None:
+        self._saves = saves
+        self._stopping_since: float | None = None
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        _watchers_pipes.add(self._writing)
+        self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
+        self._thread.start()
+
+    def take_no_more_signals(self) -> None:
+        """Have Python write signals to where it wrote them before."""
+        signal.set_wakeup_fd(self._wakeup_before)
+
+    def end(self) -> None:
+        """End the thread."""
+        _watchers_pipes.discard(self._writing)
+        os.write(self._writing, b"\0")  # closing would not end it: a forked process may hold the pipe
+        self._thread.join()
+        os.close(self._writing)
+
+    def _watch(self) -> None:
         echo = LAUNCHER_ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else ECHO_SECONDS
-        while signum := os.read(reading, 1)[0]:
+        while signum := os.read(self._reading, 1)[0]:  # a 0 ends it
             now = time.monotonic()
             if signum not in STOP_SIGNALS:
                 continue
-            if self._first is None:
-                self._first = now
+            if self._stopping_since is None:
+                self._stopping_since = now
                 launcher.stopping.set()
-                if os.environ.get("LOCAL_RANK", "0") == "0":
-                    sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
-                    then = "saving a checkpoint after this step, then stopping" if self._saves() else \
-                        "stopping after this step, without a checkpoint, because there is no checkpointer"
-                    write_now(f"\n{signal.Signals(signum).name}: {then}{sooner}\n")
-            elif signum == signal.SIGINT and now - self._first > echo:
+                self._say_what_follows(signum)
+            elif signum == signal.SIGINT and now - self._stopping_since > echo:
                 os._exit(128 + signal.SIGINT)
-        os.close(reading)
+        os.close(self._reading)
+
+    def _say_what_follows(self, signum: int) -> None:
+        """Print it on the first rank of each machine, whose terminal shows what all of its ranks print."""
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        then = "saving a checkpoint after this step, then stopping"
+        if not self._saves():
+            then = "stopping after this step, without a checkpoint, because there is no checkpointer"
+        sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
+        write_now(f"\n{signal.Signals(signum).name}: {then}{sooner}\n")
+
+
+# ------------------------------------------------------------ while a command does anything else
 
 
 class _Ending(SystemExit):
@@ -159,25 +201,28 @@ class _Ending(SystemExit):
 
 @contextlib.contextmanager
 def end_by_signals() -> Iterator[None]:
-    """Turn stop signals but Ctrl-C, which needs no such context, into ``Stopped``, for all work besides training."""
-    stopped = False
+    """Raise ``Stopped`` inside this context at a stop signal, except Ctrl-C, at which Python raises an error anyway."""
+    is_ending = False
 
-    def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal stopped
+    def end(signum: int, frame: FrameType | None) -> None:
+        nonlocal is_ending
         del frame
-        if not stopped:  # torchrun sends the same signal again
-            stopped = True
+        if not is_ending:  # torchrun sends the same signal again
+            is_ending = True
             raise _Ending(128 + signum)
 
-    before = _handle((signum for signum in STOP_SIGNALS if signum != signal.SIGINT), note)
-    _outside.update(before)
+    before = _handle((signum for signum in STOP_SIGNALS if signum != signal.SIGINT), end)
+    _handlers_before_ending.update(before)
     try:
         yield
     except _Ending as error:
         raise _stopped(error.code - 128, goal="continue") from None
     finally:
         _restore(before)
-        _outside.clear()
+        _handlers_before_ending.clear()
+
+
+# ------------------------------------------------------------ handlers
 
 
 def _handle(signums: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
@@ -200,10 +245,10 @@ def _stopped(signum: int, when: str = "", goal: str = "resume") -> Stopped:
 
 def _forget() -> None:
     """In a forked process, keep signals from the parent's thread, and restore the former handlers."""
-    _restore(_outside)
-    if _wakeups:
+    _restore(_handlers_before_ending)
+    if _watchers_pipes:
         before = signal.set_wakeup_fd(-1)
-        if before not in _wakeups:
+        if before not in _watchers_pipes:
             signal.set_wakeup_fd(before)
 
 
