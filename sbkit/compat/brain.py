@@ -110,7 +110,7 @@ class Brain(sb.core.Brain):
         limit_torch_threads()
         super().__init__(
             modules=options.check_modules(modules), opt_class=options.check_opt_class(opt_class), hparams=hparams,
-            run_opts=precision.hide_fp16(run_opts, hparams, device.type),
+            run_opts=options.hide_fp16(run_opts, hparams, device.type),
             checkpointer=Checkpointer.adopt(checkpointer, asynchronous=True),
         )
         if hparams is None:
@@ -119,7 +119,7 @@ class Brain(sb.core.Brain):
         if self.profiler is not None:
             self.profiler = self._profiler_without_stacks()
         self._prepare_layers()
-        self._choose_precision(*precision.chosen(run_opts, hparams))
+        self._choose_precision(*options.precisions(run_opts, hparams))
 
         self.compiled = False
         self.utilisation: Utilisation | None = None
@@ -171,8 +171,7 @@ class Brain(sb.core.Brain):
             # What trains later is frozen in ``fit``, so that the cost estimate counts it.
             "freezing": Freezing(self.modules, parts, self.keys.freeze),
             "generators": self._rng,
-            "precision": precision.Scaled(self.scaler, device) if self.scaler.is_enabled()
-                else precision.Unscaled(device),
+            "precision": precision.Scaled(self.scaler) if self.scaler.is_enabled() else precision.Unscaled(device),
             "moving_average": self.keys.moving_average}
         if self.overridden_methods:
             return ScriptTrainer(self, self.overridden_methods, **objects)

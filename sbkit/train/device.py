@@ -26,43 +26,25 @@ def resolve(device: Device | None = None) -> torch.device:
     the card with its ``LOCAL_RANK``, even if all were given the same name, because NCCL hangs if two processes share a
     card.
     """
-    if device is None or device == "":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        asked = torch.device("cpu" if found is None else found.type)  # the index is chosen below
-    else:
-        asked = parse(device)
-    if asked.type == "cpu":
+    requested = _default_type() if device is None or device == "" else parse(device)
+    if requested.type == "cpu":
         return torch.device("cpu")
-    if asked.type == "meta":
+    if requested.type == "meta":
         raise SbkitError("device 'meta' holds no data, so nothing can be trained on it", hint="use cpu")
-    backend = getattr(torch, asked.type, None)
-    here = torch.backends.mps if asked.type == "mps" else backend
-    if backend is None or not getattr(here, "is_available", lambda: False)():
-        reason = f"finds no '{asked.type}' device on this machine"
-        if asked.type == "cuda":
-            built = torch.version.cuda is not None or torch.version.hip is not None
-            reason = "finds no working driver or card" if built else "is built without CUDA"
-        raise SbkitError(f"device '{asked}' can't be used: torch {torch.__version__} {reason}",
-                         hint="run with --device cpu")
-    if asked.type not in _NUMBERED:
-        return asked
+    _refuse_unavailable(requested)
+    if requested.type not in _NUMBERED:
+        return requested
+
+    backend = getattr(torch, requested.type)
     count = backend.device_count()
-    local, index = os.environ.get("LOCAL_RANK"), asked.index or 0
-    if local is not None and (count != 1 or index > 0):  # a launcher may show each process only its own card
-        together = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-        if asked.index is None:
-            index = int(local)
-        elif together > 1 and index != int(local):
-            logger.info("Process %s of this machine takes %s:%s, not %s, which %d processes would share.",
-                        local, asked.type, local, asked, together)
-            index = int(local)
+    index = _index_of_this_process(requested, count)
     if index >= count:
         raise SbkitError(
-            f"device '{asked.type}:{index}' does not exist: this process sees {count} "
-            f"{asked.type} device{'s' if count != 1 else ''} (numbered from 0)",
+            f"device '{requested.type}:{index}' does not exist: this process sees {count} "
+            f"{requested.type} device{'s' if count != 1 else ''} (numbered from 0)",
             hint="name another one, or start fewer processes (torchrun --nproc_per_node)",
         )
-    resolved = torch.device(asked.type, index)
+    resolved = torch.device(requested.type, index)
     try:
         backend.set_device(index)
         torch.zeros(1, device=resolved)
@@ -74,6 +56,45 @@ def resolve(device: Device | None = None) -> torch.device:
     return resolved
 
 
+def _default_type() -> torch.device:
+    """Return the accelerator of this machine without a number, or the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu" if accelerator is None else accelerator.type)
+
+
+def _refuse_unavailable(requested: torch.device) -> None:
+    """Raise an error if this machine has no device of a type, or this torch doesn't know it."""
+    backend = torch.backends.mps if requested.type == "mps" else getattr(torch, requested.type, None)
+    is_known = hasattr(torch, requested.type)
+    if is_known and getattr(backend, "is_available", lambda: False)():
+        return
+    reason = f"finds no '{requested.type}' device on this machine"
+    if requested.type == "cuda":
+        is_built = torch.version.cuda is not None or torch.version.hip is not None
+        reason = "finds no working driver or card" if is_built else "is built without CUDA"
+    raise SbkitError(f"device '{requested}' can't be used: torch {torch.__version__} {reason}",
+                     hint="run with --device cpu")
+
+
+def _index_of_this_process(requested: torch.device, count: int) -> int:
+    """Return the number of this process's device, of ``count`` that it sees: under a launcher, that of its local rank.
+
+    A launcher may also show each process only its own device, which then has the number 0.
+    """
+    index = requested.index or 0
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank is None or (count == 1 and index == 0):
+        return index
+    if requested.index is None:
+        return int(local_rank)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    if processes > 1 and index != int(local_rank):
+        logger.info("Process %s of this machine takes %s:%s, not %s, which %d processes would share.",
+                    local_rank, requested.type, local_rank, requested, processes)
+        return int(local_rank)
+    return index
+
+
 def described(device: Device) -> str:
     """Describe a device by its name and memory, such as "NVIDIA H200, 140 GiB".
 
@@ -81,12 +102,14 @@ def described(device: Device) -> str:
     'meta'
     """
     device = parse(device)
-    name, size = device.type, 0
+    name = device.type
+    size = 0
     if device.type == "cpu" and memory.can_bound():
         size = memory.total()
     elif hasattr(getattr(torch, device.type, None), "get_device_properties"):
-        found = getattr(torch, device.type).get_device_properties(device)
-        name, size = found.name, found.total_memory
+        properties = getattr(torch, device.type).get_device_properties(device)
+        name = properties.name
+        size = properties.total_memory
     return f"{name}, {size / 2**30:.0f} GiB" if size else name
 
 

@@ -27,46 +27,71 @@ _PRECISIONS = ("fp32", "bf16", "fp16")
 def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str, Any] | None,
           ) -> tuple[RunOptions, dict[str, Any] | None]:
     """Return copies of both, with numbers instead of texts and a usable ``device``, or raise an error."""
-    opts = run_opts
-    if not isinstance(opts, RunOptions):
-        unknown = sorted(set(opts or ()) - {field.name for field in dataclasses.fields(RunOptions)})
-        if unknown:
-            raise SbkitError(f"run_opts has unknown keys: {', '.join(unknown)}",
-                             hint="keys of the recipe go into hparams")
-        opts = RunOptions.from_dictionary(dict(opts)) if opts is not None else RunOptions()
-    changed: dict[str, Any] = {name: option_number(name, opts[name]) for name in NUMBERS}
-    if not isinstance(hparams, (Mapping, type(None))):
-        raise SbkitError(f"hparams is of {type(hparams).__name__}, not a mapping", hint=_ORDER)
-    hparams = {name: guard_loss(value) for name, value in hparams.items()} if hparams is not None else None
-    if hparams is not None:
-        hparams.update({name: option_number(name, hparams[name]) for name in NUMBERS if name in hparams})
-    device = str(devices.resolve(pick(opts, hparams, "device")))
-    if pick(opts, hparams, "data_parallel_backend") and torch.cuda.device_count() == 0:
+    opts = _run_options(run_opts)
+    opts = dataclasses.replace(opts, **{name: option_number(name, opts[name]) for name in NUMBERS})
+    values = _checked_hparams(hparams)
+
+    device = str(devices.resolve(pick(opts, values, "device")))
+    if pick(opts, values, "data_parallel_backend") and torch.cuda.device_count() == 0:
         raise SbkitError(f"data_parallel_backend is {NO_DATA_PARALLEL[0]}", hint=NO_DATA_PARALLEL[1])
     for name in ("precision", "eval_precision"):
-        value = pick(opts, hparams, name)
-        if value == "auto":
-            value = native_precision(torch.device(device))
-            if name in opts.overridden_args or hparams is None:
-                changed[name] = value
-            else:
-                hparams[name] = value
-        if value not in _PRECISIONS:
-            raise SbkitError(f"{name} is {value!r}", hint=f"choose one of auto, {', '.join(_PRECISIONS)}")
-    if (factor := option_number(_FACTOR, pick(opts, hparams, _FACTOR))) is not None and factor < 1:
+        if pick(opts, values, name) == "auto":
+            opts, values = _with_value(opts, values, name, native_precision(torch.device(device)))
+        precision = pick(opts, values, name)
+        if precision not in _PRECISIONS:
+            raise SbkitError(f"{name} is {precision!r}", hint=f"choose one of auto, {', '.join(_PRECISIONS)}")
+    factor = option_number(_FACTOR, pick(opts, values, _FACTOR))
+    if factor is not None and factor < 1:
         raise SbkitError(f"{_FACTOR} is {factor}, and must be 1 or more")
-    minutes, steps = "ckpt_interval_minutes", "ckpt_interval_steps"
-    for asked, other in ((minutes, steps), (steps, minutes)):  # from the command line, it replaces the recipe's other
-        if hparams is not None and asked in opts.overridden_args and other not in opts.overridden_args:
-            hparams |= dict.fromkeys({other} & hparams.keys(), 0)
-    if float(pick(opts, hparams, minutes)) > 0 and int(pick(opts, hparams, steps)) > 0:
-        raise SbkitError(f"{minutes} and {steps} are both set", hint="set one of them to 0")
+    values = _with_one_interval(opts, values)
+
     chosen = set(opts.overridden_args)
-    if hparams is not None and "device" in hparams:
-        hparams["device"] = device
+    if values is not None and "device" in values:
+        values["device"] = device
     else:
         chosen.add("device")  # otherwise SpeechBrain would choose a device again
-    return dataclasses.replace(opts, device=device, overridden_args=chosen, **changed), hparams
+    return dataclasses.replace(opts, device=device, overridden_args=chosen), values
+
+
+def _run_options(run_opts: RunOptions | Mapping[str, Any] | None) -> RunOptions:
+    if isinstance(run_opts, RunOptions):
+        return run_opts
+    unknown = sorted(set(run_opts or ()) - {field.name for field in dataclasses.fields(RunOptions)})
+    if unknown:
+        raise SbkitError(f"run_opts has unknown keys: {', '.join(unknown)}", hint="keys of the recipe go into hparams")
+    return RunOptions() if run_opts is None else RunOptions.from_dictionary(dict(run_opts))
+
+
+def _checked_hparams(hparams: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a copy whose run options are numbers, and whose losses check the labels that they get."""
+    if hparams is None:
+        return None
+    if not isinstance(hparams, Mapping):
+        raise SbkitError(f"hparams is of {type(hparams).__name__}, not a mapping", hint=_ORDER)
+    values = {name: guard_loss(value) for name, value in hparams.items()}
+    values.update({name: option_number(name, values[name]) for name in NUMBERS if name in values})
+    return values
+
+
+def _with_value(opts: RunOptions, hparams: dict[str, Any] | None, name: str, value: object,
+                ) -> tuple[RunOptions, dict[str, Any] | None]:
+    """Replace an option's value where ``pick`` finds it."""
+    if name in opts.overridden_args or hparams is None:
+        return dataclasses.replace(opts, **{name: value}), hparams
+    return opts, {**hparams, name: value}
+
+
+def _with_one_interval(opts: RunOptions, hparams: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return hparams in which one of the two intervals of checkpoints is 0: one of the command line replaces the other.
+    """
+    minutes, batches = "ckpt_interval_minutes", "ckpt_interval_steps"
+    for asked, other in ((minutes, batches), (batches, minutes)):
+        is_replaced = asked in opts.overridden_args and other not in opts.overridden_args
+        if hparams is not None and is_replaced and other in hparams:
+            hparams = {**hparams, other: 0}
+    if float(pick(opts, hparams, minutes)) > 0 and int(pick(opts, hparams, batches)) > 0:
+        raise SbkitError(f"{minutes} and {batches} are both set", hint="set one of them to 0")
+    return hparams
 
 
 def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> Any:  # each option's own
@@ -74,6 +99,22 @@ def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> 
     if name not in run_opts.overridden_args and hparams is not None and name in hparams:
         return hparams[name]
     return run_opts[name]
+
+
+def precisions(run_opts: RunOptions, hparams: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return the precision of training and of evaluation, from the options or SpeechBrain's two old switches."""
+    training = pick(run_opts, hparams, "precision")
+    for switch, name in (("auto_mix_prec", "fp16"), ("bfloat16_mix_prec", "bf16")):
+        training = name if pick(run_opts, hparams, switch) else training
+    return training, pick(run_opts, hparams, "eval_precision")
+
+
+def hide_fp16(run_opts: RunOptions, hparams: Mapping[str, Any] | None, device_type: str) -> RunOptions:
+    """Return options without fp16 on a CPU: SpeechBrain refuses it there, though recent torch supports it."""
+    if device_type != "cpu" or "fp16" not in precisions(run_opts, hparams):
+        return run_opts
+    hidden = {"precision": "fp32", "eval_precision": "fp32", "auto_mix_prec": False}
+    return dataclasses.replace(run_opts, overridden_args=run_opts.overridden_args | set(hidden), **hidden)
 
 
 def check_opt_class(opt_class: Callable[..., Optimizer] | None) -> Callable[..., Optimizer] | None:

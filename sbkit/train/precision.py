@@ -1,17 +1,17 @@
-"""Precision: fp32, bf16 or fp16, as options say, and the loss scale of fp16."""
+"""How losses and gradients are scaled in a precision: not at all in fp32 and bf16, by two factors in fp16.
+
+Which precision a run has is decided by its options (``options.precisions``); autocast applies it to layers.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from speechbrain.utils.run_opts import RunOptions
 from torch.amp.grad_scaler import GradScaler
 
 from sbkit.train.distributed import ranks
-from sbkit.train.options import pick
 
 
 class Scaler(GradScaler):
@@ -69,6 +69,34 @@ class Scaler(GradScaler):
         return scale.clone() if self.sum_scale is None else scale * self.sum_scale
 
 
+class Precision(Protocol):
+    """How a run's losses and gradients are scaled. A step calls its methods in this order."""
+
+    def begin(self, count: torch.Tensor) -> None:
+        """Prepare for the first loss of a run, a sum over ``count`` units."""
+
+    def scaled(self, total: torch.Tensor) -> torch.Tensor:
+        """Return the sum of losses that backward begins with."""
+
+    def unscaled(self, factor: torch.Tensor) -> torch.Tensor:
+        """Return a factor of gradients that also takes their scale away."""
+
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss scale of a mean, and the further factor of sums."""
+
+    def adjust(self, failed: torch.Tensor) -> None:
+        """Adapt the scale to whether a step was not finite: 1 if so, else 0."""
+
+    def follow_count(self, count: torch.Tensor) -> None:
+        """Adapt the factor of sums to the count of a step, divided by the ranks."""
+
+    def gradient_scale(self) -> torch.Tensor:
+        """Return the factor of gradients, as a copy that later steps don't change."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that ``adjust`` and ``follow_count`` write in place."""
+
+
 class Unscaled:
     """fp32 and bf16: their gradients need no scale."""
 
@@ -76,40 +104,34 @@ class Unscaled:
         self._one = torch.ones((), device=device)
 
     def begin(self, count: torch.Tensor) -> None:
-        """Prepare for the first loss of a run, a sum over ``count`` units."""
+        pass
 
     def scaled(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the sum of losses that backward begins with."""
         return total
 
     def unscaled(self, factor: torch.Tensor) -> torch.Tensor:
-        """Return a factor of gradients that also takes their scale away."""
         return factor
 
     def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss scale of a mean, and the further factor of sums."""
         return self._one, self._one
 
+    def adjust(self, failed: torch.Tensor) -> None:
+        pass
+
+    def follow_count(self, count: torch.Tensor) -> None:
+        pass
+
     def gradient_scale(self) -> torch.Tensor:
-        """Return the factor of gradients, as a copy that later steps don't change."""
         return self._one
 
-    def adjust(self, failed: torch.Tensor) -> None:
-        """Adapt the scale to whether a step was not finite: 1 if so, else 0."""
-
-    def follow(self, count: torch.Tensor) -> None:
-        """Adapt the factor of sums to the count of a step, divided by the ranks."""
-
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that ``adjust`` and ``follow`` write in place."""
         return []
 
 
-class Scaled(Unscaled):
+class Scaled:
     """fp16: losses are scaled so that small gradients don't vanish, see ``Scaler``."""
 
-    def __init__(self, scaler: Scaler, device: torch.device):
-        super().__init__(device)
+    def __init__(self, scaler: Scaler):
         self.scaler = scaler
 
     def begin(self, count: torch.Tensor) -> None:
@@ -130,32 +152,16 @@ class Scaled(Unscaled):
         assert scale is not None and self.scaler.sum_scale is not None, "a loss was scaled"
         return scale.float(), self.scaler.sum_scale
 
+    def adjust(self, failed: torch.Tensor) -> None:
+        self.scaler.adjust(failed)
+
+    def follow_count(self, count: torch.Tensor) -> None:
+        self.scaler.follow_count(count)
+
     def gradient_scale(self) -> torch.Tensor:
         scale = self.scaler.gradient_scale()
         assert scale is not None, "it is enabled"
         return scale
 
-    def adjust(self, failed: torch.Tensor) -> None:
-        self.scaler.adjust(failed)
-
-    def follow(self, count: torch.Tensor) -> None:
-        self.scaler.follow_count(count)
-
     def tensors(self) -> list[torch.Tensor]:
         return self.scaler.tensors()
-
-
-def chosen(run_opts: RunOptions, hparams: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return the precision of training and of evaluation, from the options or SpeechBrain's two old switches."""
-    training = pick(run_opts, hparams, "precision")
-    for switch, name in (("auto_mix_prec", "fp16"), ("bfloat16_mix_prec", "bf16")):
-        training = name if pick(run_opts, hparams, switch) else training
-    return training, pick(run_opts, hparams, "eval_precision")
-
-
-def hide_fp16(run_opts: RunOptions, hparams: Mapping[str, Any] | None, device_type: str) -> RunOptions:
-    """Return options without fp16 on a CPU: SpeechBrain refuses it there, though recent torch supports it."""
-    if device_type != "cpu" or "fp16" not in chosen(run_opts, hparams):
-        return run_opts
-    hidden = {"precision": "fp32", "eval_precision": "fp32", "auto_mix_prec": False}
-    return dataclasses.replace(run_opts, overridden_args=run_opts.overridden_args | set(hidden), **hidden)

@@ -81,7 +81,7 @@ def step_values(norm: torch.Tensor, skipped: torch.Tensor, scales: Sequence[torc
     """Return the values of a step.
 
     norm, skipped : what ``update`` returned
-    scales : see ``precision.Unscaled.scales``
+    scales : see ``Precision.scales``
     sums : of the step over all ranks, with flags
     """
     return torch.cat([torch.stack([norm, skipped, *scales]), sums])

@@ -21,7 +21,7 @@ from sbkit.train.distributed import ranks
 from sbkit.train.distributed.parallel import Single, zeroed
 from sbkit.train.hooks import Hooks
 from sbkit.train.monitor.timing import StepTimes
-from sbkit.train.precision import Unscaled
+from sbkit.train.precision import Precision
 from sbkit.train.results import COUNT, TOTAL, step_values, sums_of
 from sbkit.train.update import gradients, update, write_rates
 
@@ -68,7 +68,7 @@ class Eager:
 
     updates_weights = True
 
-    def __init__(self, hooks: Hooks, parallel: Single, precision: Unscaled, moving_average: EMA | None,
+    def __init__(self, hooks: Hooks, parallel: Single, precision: Precision, moving_average: EMA | None,
                  times: StepTimes, device: torch.device):
         self.hooks = hooks
         self.parallel = parallel
@@ -133,7 +133,7 @@ class Eager:
         skipped = torch.where(counted, unchanged, (~finite).to(unchanged))
         values = step_values(norm.float(), skipped, self.precision.scales(), sums)
         self.adjust_scale_and_average(unchanged, skipped)
-        self.precision.follow(count / ranks.world_size())
+        self.precision.follow_count(count / ranks.world_size())
         return values
 
     def adjust_scale_and_average(self, unchanged: Tensor, skipped: Tensor) -> None:

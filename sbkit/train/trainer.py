@@ -36,7 +36,7 @@ from sbkit.train.loss import Computed
 from sbkit.train.memory import largest
 from sbkit.train.monitor.display import Progress
 from sbkit.train.monitor.timing import StepTimes
-from sbkit.train.precision import Unscaled
+from sbkit.train.precision import Precision
 from sbkit.train.rates import Rate, base_rate
 from sbkit.train.results import FLAGS, ArrivingSteps, StepResult, StepSums
 from sbkit.train.runner import Eager, GradientsOnly, MicroStep, Runner
@@ -64,7 +64,7 @@ class Trainer:
     """
 
     def __init__(self, hooks: Hooks, device: torch.device, state: TrainState, freezing: Freezing,
-                 generators: rng.RngState, precision: Unscaled, moving_average: EMA | None = None):
+                 generators: rng.RngState, precision: Precision, moving_average: EMA | None = None):
         self.hooks = hooks
         self.modules = hooks.modules
         self.device = device

@@ -93,7 +93,7 @@ def step_on_fake_tensors(*args, **overrides):
             patched.setattr(rng, "capture", lambda device: {})
             patched.setattr(torch, "_fused_adamw_", updated)  # which torch lacks for fake tensors
             brain.max_grad_norm = 5.0
-            scaling = precision.Scaled(brain.scaler, CUDA) if brain.scaler.is_enabled() else precision.Unscaled(CUDA)
+            scaling = precision.Scaled(brain.scaler) if brain.scaler.is_enabled() else precision.Unscaled(CUDA)
             own = brain.trainer
             loop = Trainer(own.hooks, CUDA, brain.train_state, own.freezing, rng.RngState(), scaling,
                            own.moving_average)

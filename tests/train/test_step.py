@@ -67,7 +67,7 @@ def take(net, optimizer, parts, max_norm=None, scaler=None, spoil=None, kind=Net
     toy = kind({"net": net}, None, {}, {"device": "cpu", "max_grad_norm": -1.0 if max_norm is None else max_norm})
     toy.optimizers_dict, toy.scaler, facts = {"all": optimizer}, toy.scaler if scaler is None else scaler, []
     toy.on_step_known, toy.nonfinite_patience = facts.append, 9
-    toy.trainer.precision = Scaled(toy.scaler, toy.trainer.device) if toy.scaler.is_enabled() else toy.trainer.precision
+    toy.trainer.precision = Scaled(toy.scaler) if toy.scaler.is_enabled() else toy.trainer.precision
     toy.trainer.share_by(toy.trainer.parallel)
     handle = next(net.parameters()).register_hook(lambda grad: grad if spoil is None else torch.full_like(grad, spoil))
     assert toy.trainer.train_step((part, place == len(parts)) for place, part in enumerate(parts, start=1))
