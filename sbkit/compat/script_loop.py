@@ -11,7 +11,7 @@ import torch
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.distributed import ranks
 from sbkit.train.loss import one_number
-from sbkit.train.monitor.display import Progress
+from sbkit.train.monitor.epoch_progress import EpochProgress
 from sbkit.train.results import FLAGS
 from sbkit.train.trainer import NotFinite, Trainer
 
@@ -60,8 +60,8 @@ class ScriptTrainer(Trainer):
         self.overridden = overridden
         self._warned = False
 
-    def train_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
-                   epoch: int) -> None:
+    def train_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: EpochProgress,
+                    train_set: DataSource, epoch: int) -> None:
         """Go through the epoch.
 
         The script decides when a step ends and how losses are divided. Ranks agree where one ends by
@@ -77,8 +77,8 @@ class ScriptTrainer(Trainer):
                            "rate, thawing, limits. If optimizers_step or fit_batch of %s updates weights, let it also "
                            "do self.optimizer_step += 1, as SpeechBrain's does", epoch, type(self.brain).__name__)
 
-    def _train_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
-                    epoch: int) -> None:
+    def _train_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: EpochProgress,
+                     train_set: DataSource, epoch: int) -> None:
         state = self.state
         while self.prepare_step(train_set, epoch):
             following = next(micro_batches, None)

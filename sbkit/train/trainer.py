@@ -34,7 +34,8 @@ from sbkit.train.graphs import Captured
 from sbkit.train.hooks import EpochBatches, Hooks, LoopSettings
 from sbkit.train.loss import Computed
 from sbkit.train.memory import largest
-from sbkit.train.monitor.display import Progress
+from sbkit.train.monitor.display import StageDisplay
+from sbkit.train.monitor.epoch_progress import EpochProgress
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.precision import Precision
 from sbkit.train.rates import Rate, base_rate
@@ -77,7 +78,7 @@ class Trainer:
         self.signals: StopSignals | None = None
         self.arriving = ArrivingSteps(lag=0 if device.type == "cpu" else 1)  # on a CPU nothing runs behind
         self._generators = generators
-        self._progress: Progress | None = None
+        self._progress: EpochProgress | None = None
         self._no_flags = torch.zeros(len(FLAGS), device=device)
         self.share_by(Single(self.compute))
 
@@ -241,7 +242,7 @@ class Trainer:
             progress.show(state.mean_loss.known(), self.learning_rate)
         self._end_epoch(progress, epoch)
 
-    def _end_epoch(self, progress: Progress, epoch: int) -> None:
+    def _end_epoch(self, progress: EpochProgress, epoch: int) -> None:
         """Do what is due after the last step of an epoch, before its validation."""
         hooks = self.hooks
         state = self.state
@@ -264,22 +265,23 @@ class Trainer:
         hooks.close_epoch(epoch, loss)
         state.end_training()
 
-    def _new_progress(self, batches: EpochBatches, epoch: int, show: bool) -> Progress:
+    def _new_progress(self, batches: EpochBatches, epoch: int, show: bool) -> EpochProgress:
         hooks = self.hooks
         state = self.state
         # A second of audio takes fewer FLOPs while parts are frozen that will train.
         thaws = any(turn > state.optimizer_step for turn in self.freezing.unfreeze_steps)
-        return Progress(
+        display = StageDisplay(
             f"train {epoch}", batches.total, initial=batches.done, show=show, times=self.times,
-            metrics=hooks.metrics_log, epoch=epoch, interval=self.settings.log_interval,
-            colour=self.settings.bar_colour, utilisation=None if thaws else hooks.utilisation, compiled=hooks.compiled)
+            colour=self.settings.bar_colour, utilisation=None if thaws else hooks.utilisation)
+        return EpochProgress(display, self.times, hooks.metrics_log, epoch=epoch, interval=self.settings.log_interval,
+                             compiled=hooks.compiled)
 
     def trained_anything(self) -> bool:
         """Return whether the epoch so far has trained on something, or had nothing to train on."""
         return bool(self.state.mean_loss.count) or not self.state.steps_in_epoch
 
-    def train_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
-                    epoch: int) -> None:
+    def train_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: EpochProgress,
+                    train_set: DataSource, epoch: int) -> None:
         """Take the epoch's steps, and do what is due after each."""
         while self.prepare_step(train_set, epoch):
             if not self.train_step(micro_batches):
@@ -293,7 +295,7 @@ class Trainer:
         self.hooks.end_step(number)
         self.hooks.open_step(number + 1)
 
-    def _micro_batches(self, epoch_batches: EpochBatches, progress: Progress) -> Iterator[tuple[MicroBatch, bool]]:
+    def _micro_batches(self, epoch_batches: EpochBatches, progress: EpochProgress) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield the epoch's micro-batches, each with whether its step ends with it."""
         state = self.state
         batches = epoch_batches.start()
@@ -332,7 +334,7 @@ class Trainer:
             self._try_largest(train_set, epoch)
         return True
 
-    def between_steps(self, asked: set[str], progress: Progress) -> None:
+    def between_steps(self, asked: set[str], progress: EpochProgress) -> None:
         """Do what is due between two steps, and what any rank has asked for with a step before."""
         state = self.state
         checkpointer = self.hooks.checkpointer
@@ -388,7 +390,7 @@ class Trainer:
         for result in self.arriving.take(wait):
             self.state.mean_loss.add(result.total, result.count)
             if self._progress is not None:
-                self._progress.step(result)
+                self._progress.add(result)
             self.hooks.close_step(result)
             if result.failed:
                 self._report_failure(result)

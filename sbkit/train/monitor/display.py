@@ -1,8 +1,7 @@
-"""The progress of a stage: a bar with loss, speed and the time spent waiting for data, and lines in the log."""
+"""The display of a stage: a bar with loss, speed and the time spent waiting for data, or lines without a terminal."""
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -10,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import IO, Any
+from typing import IO
 
 import torch
 from tqdm import tqdm
@@ -18,15 +17,9 @@ from tqdm import tqdm
 from sbkit.data.batch import as_planned
 from sbkit.recipe.speed import Utilisation
 from sbkit.system.console import LINE_SECONDS
-from sbkit.train import compiling
 from sbkit.train.distributed import ranks
-from sbkit.train.loss import Mean
-from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.rates import Rate
-from sbkit.train.results import StepResult
-
-logger = logging.getLogger(__name__)
 
 REDRAW_SECONDS = 0.5
 _WINDOW_SECONDS = 60.0  # period that speeds are averaged over
@@ -99,11 +92,14 @@ class StageDisplay(AbstractContextManager["StageDisplay"]):
         self.shown = False
         self.draw_at = math.inf
 
-    def draw(self, loss: float | None = None, rate: Rate | None = None, final: bool = False) -> None:
-        """Draw the bar or print a line; values that are None are those of before."""
+    def set_values(self, loss: float | None, rate: Rate | None) -> None:
+        """Set what is shown from the next drawing on."""
+        self._loss = loss
+        self._rate = rate
+
+    def draw(self, final: bool = False) -> None:
+        """Draw the bar or print a line; ``final``: whether it is that of the whole stage, and stays."""
         now = time.monotonic()
-        self._loss = self._loss if loss is None else loss
-        self._rate = self._rate if rate is None else rate
         self._window.append((now, self.done, self.seconds))
         while len(self._window) > 2 and now - self._window[1][0] >= _WINDOW_SECONDS:
             self._window.popleft()
@@ -171,96 +167,6 @@ class StageDisplay(AbstractContextManager["StageDisplay"]):
             yield f"padding {100 * (1 - self.seconds / self.padded_seconds):.0f} %", ""
         if speed > 0 and self.utilisation is not None:
             yield self.utilisation.words(speed), ""
-
-
-class Progress(StageDisplay):
-    """The display of an epoch's training, and its lines in metrics.jsonl.
-
-    metrics : gets a line every ``interval`` seconds; None: no lines
-    compiled : whether to report the number of graphs compiled in the epoch
-    """
-
-    def __init__(self, *args: Any, metrics: MetricsLog | None, times: StepTimes, epoch: int, interval: float,
-                 compiled: bool = False, **kwargs: Any):
-        super().__init__(*args, times=times, **kwargs)
-        self.metrics, self.times, self.epoch, self.interval = metrics, times, epoch, interval
-        self._graphs = compiling.graphs() if compiled else None
-        self._steps = self.skipped = 0
-        self._results: list[StepResult] = []  # since the last line
-        self._written = self.started, 0.0, 0.0  # time of the last line, and the audio until then: without padding, with
-        self.due = min(self.draw_at, self.started + interval if metrics is not None else math.inf)
-        """When something is to be shown or written next."""
-
-    def step(self, result: StepResult) -> None:
-        """Record the values of an optimizer step."""
-        self._steps += 1
-        self.skipped += result.skipped
-        if self.metrics is not None:
-            self._results.append(result._replace(batches=[]))
-
-    def show(self, loss: float | None, rate: Rate | None) -> None:
-        """Draw the bar and write a line, each if it is due."""
-        now = time.monotonic()
-        written_at = self._written[0]
-        if self.metrics is not None and self._results and now - written_at >= self.interval:
-            self._write_line(self.metrics, rate, now)
-        self._loss, self._rate = loss, rate  # also for the final state, if none was drawn before
-        if now >= self.draw_at:
-            self.draw()
-        self.due = min(self.draw_at, self._written[0] + self.interval if self.metrics is not None else math.inf)
-
-    def _write_line(self, metrics: MetricsLog, rate: Rate | None, now: float) -> None:
-        """Write a line with the means of the steps since the last one."""
-        written_at, seconds_then, padded_then = self._written
-        means: dict[str, Mean] = {"loss": Mean()}
-        for result in self._results:
-            means["loss"].add(result.total, result.count)
-            for name, sums in result.extras.items():
-                means.setdefault(name, Mean()).add(*sums)
-        last = self._results[-1]
-        self._results = []
-        seconds = self.seconds - seconds_then
-        padded = self.padded_seconds - padded_then
-        speed = seconds * ranks.world_size() / (now - written_at)
-        metrics.write(
-            "step", epoch=self.epoch, step=last.number, loss=means.pop("loss").known(),
-            **{name: mean.value() for name, mean in means.items()}, lr=rate, grad_norm=last.norm or None,
-            audio_s_per_s=speed or None, **self._flops(speed), data_wait_share=self.times.data_share(),
-            padding_share=1 - seconds / padded if padded else None,
-            skipped_steps=self.skipped, **({"loss_scale": last.scale} if last.scale != 1 else {}),
-        )
-        self._written = now, self.seconds, self.padded_seconds
-
-    def close(self, loss: float, step: int, began: float) -> None:
-        """Report the whole epoch, whose training ``began`` then; waits for the device."""
-        now = time.monotonic()
-        sections = self.times.totals()
-        total = sum(sections.values()) or 1.0
-        speed = self.seconds * ranks.world_size() / (now - self.started)
-        graphs = {} if self._graphs is None else {"graphs_compiled": compiling.graphs() - self._graphs}
-        padding = 1 - self.seconds / self.padded_seconds if self.padded_seconds else None
-        if ranks.is_main() and self._steps:
-            summary = [line for line in [self.times.line()] if line]  # an epoch of few steps may have timed none
-            if speed and padding is not None:
-                summary.append(f"audio {speed:.3g} s/s, padding {100 * padding:.0f} %")
-                if self.utilisation is not None:
-                    summary[-1] += f", {self.utilisation.words(speed / ranks.world_size())}"
-            summary += [f"graphs compiled {count}" for count in graphs.values()]
-            if summary:
-                logger.info("epoch %d: %s", self.epoch, "; ".join(summary))
-        if self.metrics is not None:
-            time_shares = {name: round(seconds / total, 4) for name, seconds in sections.items()}
-            self.metrics.write(
-                "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(now - began, 3),
-                audio_s_per_s=speed or None, **self._flops(speed), **graphs, skipped_steps=self.skipped,
-                padding_share=padding, **({"time_shares": time_shares} if self.times.timed else {}))
-
-    def _flops(self, speed: float) -> dict[str, float | None]:
-        """Return FLOP/s and MFU at a speed in seconds of audio a second on all devices together."""
-        if self.utilisation is None or not speed:
-            return {}
-        return {"flops_per_s": self.utilisation.rate(speed),
-                "mfu": self.utilisation.share(speed / ranks.world_size())}
 
 
 def _literal(text: str) -> str:

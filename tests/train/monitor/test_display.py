@@ -57,7 +57,8 @@ def train(display, clock, steps, loss=1.234, rate=3e-4):
         clock.pass_(0.5)
         display.count(BATCH)
         if clock.now >= display.draw_at:
-            display.draw(loss, rate)
+            display.set_values(loss, rate)
+            display.draw()
 
 
 class Terminal:
