@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import IO
+from typing import IO, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -23,9 +23,18 @@ from sbkit.train.rates import Rate
 
 REDRAW_SECONDS = 0.5
 _WINDOW_SECONDS = 60.0  # period that speeds are averaged over
-_BAR_CELLS = ((100, 8), (50, 4))  # (columns of the terminal, least cells of the bar)
+_BAR_CELLS = ((100, 8), (50, 4))  # (columns of the terminal, cells of the bar), the widest first
 _SLOW_DATA = 0.1  # share of waiting for data that is coloured
 _RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
+
+
+class _Moment(NamedTuple):
+    """What was done at a time, from which speeds are computed."""
+
+    time: float
+    steps: int
+    seconds: float
+    """Audio of this rank's batches so far."""
 
 
 class StageDisplay(AbstractContextManager["StageDisplay"]):
@@ -56,16 +65,20 @@ class StageDisplay(AbstractContextManager["StageDisplay"]):
         self.done = initial
         self.shown = show
         self.utilisation = utilisation
-        self._initial = initial
         self._out = sys.stderr if out is None else out
         self._times = times
         self._loss: float | None = None
         self._rate: Rate | None = None
-        self.seconds = self.padded_seconds = 0.0
-        """Audio of this rank's batches so far, without and with padding."""
+        self.seconds = 0.0
+        """Audio of this rank's batches so far."""
+        self.padded_seconds = 0.0
+        """The same with padding."""
         self.started = time.monotonic()
-        self._window: deque[tuple[float, int, float]] = deque([(self.started, initial, 0.0)])
-        self._bar = None
+        self._began = _Moment(self.started, initial, 0.0)
+        self._drawn = deque([self._began])
+        """When it was drawn in the period that speeds are averaged over, the oldest first."""
+        self._bar: tqdm | None = None
+        self._colours = False
         self.draw_at = self.started + LINE_SECONDS if show else math.inf
         """When it is to be drawn again."""
         if show and self._out.isatty():
@@ -100,9 +113,9 @@ class StageDisplay(AbstractContextManager["StageDisplay"]):
     def draw(self, final: bool = False) -> None:
         """Draw the bar or print a line; ``final``: whether it is that of the whole stage, and stays."""
         now = time.monotonic()
-        self._window.append((now, self.done, self.seconds))
-        while len(self._window) > 2 and now - self._window[1][0] >= _WINDOW_SECONDS:
-            self._window.popleft()
+        self._drawn.append(_Moment(now, self.done, self.seconds))
+        while len(self._drawn) > 2 and now - self._drawn[1].time >= _WINDOW_SECONDS:
+            self._drawn.popleft()
         if self._bar is None:
             self.draw_at = now + LINE_SECONDS
             self._print_line(final)
@@ -113,28 +126,29 @@ class StageDisplay(AbstractContextManager["StageDisplay"]):
     def _print_line(self, final: bool) -> None:
         """Print the progress as a plain line."""
         steps = f"{self.done}" if self.total is None else f"{self.done}/{self.total} ({self._percent()} %)"
-        print(f"{self.stage}: " + ", ".join([steps, *(part for part, _ in self._parts(final))]), file=self._out,
-              flush=True)
+        texts = [steps, *(text for text, _ in self._parts(final))]
+        print(f"{self.stage}: {', '.join(texts)}", file=self._out, flush=True)
 
     def _draw_bar(self, bar: tqdm, final: bool) -> None:
         """Redraw the bar, with those parts of the text for which there is room, the most important first."""
         columns = bar.format_dict["ncols"] or 80
-        left = f"{self.stage} {self._percent():3d}%|" if self.total else f"{self.stage}: "
-        cells = next((cells for least, cells in _BAR_CELLS if columns >= least and self.total), 0)
+        before_bar = f"{self.stage} {self._percent():3d}%|" if self.total else f"{self.stage}: "
+        cells = next((cells for least_columns, cells in _BAR_CELLS if columns >= least_columns and self.total), 0)
         if cells:
-            middle, middle_width = "{bar}| ", cells + 2
-        elif self.total:
-            middle, middle_width = " ", 1
+            the_bar = "{bar}| "
+            width = cells + len("| ")
         else:
-            middle, middle_width = "", 0
-        text = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
-        room = columns - len(left) - middle_width - len(text)
-        for part, colour in self._parts(final):
-            room -= len(part) + 2
+            the_bar = " " if self.total else ""
+            width = len(the_bar)
+
+        after_bar = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        room = columns - len(before_bar) - width - len(after_bar)
+        for text, colour in self._parts(final):
+            room -= len(text) + len(", ")
             if room < 0:
                 break
-            text += f", {colour}{part}{_PLAIN}" if colour and self._colours else f", {part}"
-        bar.bar_format = _literal(left) + middle + _literal(text)
+            after_bar += f", {colour}{text}{_PLAIN}" if colour and self._colours else f", {text}"
+        bar.bar_format = _literal(before_bar) + the_bar + _literal(after_bar)
         bar.n = min(self.done, self.total) if self.total else self.done
         bar.refresh()
 
@@ -143,21 +157,20 @@ class StageDisplay(AbstractContextManager["StageDisplay"]):
 
     def _parts(self, final: bool) -> Iterator[tuple[str, str]]:
         """Yield the parts of the text and their colours, the most important first; final speeds are of all steps."""
-        now, steps, seconds = self._window[-1]
-        since_start = self.started, self._initial, 0.0
-        then, steps_then, seconds_then = since_start if final else self._window[0]
-        span = max(now - then, 1e-9)
+        now = self._drawn[-1]
+        since = self._began if final else self._drawn[0]
+        elapsed = max(now.time - since.time, 1e-9)
         if final:
-            yield f"took {_clock(now - self.started)}", ""
-        elif self.total is not None and steps > steps_then:
-            yield f"{_clock((self.total - steps) * span / (steps - steps_then))} left", ""
+            yield f"took {_clock(now.time - self.started)}", ""
+        elif self.total is not None and now.steps > since.steps:
+            yield f"{_clock((self.total - now.steps) * elapsed / (now.steps - since.steps))} left", ""
         if self._loss is not None:
             usual = self._loss == 0 or 0.001 <= abs(self._loss) < 1000
             yield f"loss {self._loss:{'.3f' if usual else '.2e'}}", "" if math.isfinite(self._loss) else _RED
-        speed = (seconds - seconds_then) / span
+        speed = (now.seconds - since.seconds) / elapsed
         if speed > 0:
-            shown = speed * ranks.world_size()
-            yield f"audio {shown:.{0 if shown >= 10 else 1}f} s/s", ""
+            of_all_ranks = speed * ranks.world_size()
+            yield f"audio {of_all_ranks:.{0 if of_all_ranks >= 10 else 1}f} s/s", ""
         waits = self._times.data_share() if self._times is not None else None
         if waits is not None:
             yield f"data wait {100 * waits:.0f} %", _YELLOW if waits > _SLOW_DATA else ""
