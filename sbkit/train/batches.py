@@ -35,10 +35,11 @@ def is_last(batch: object) -> bool | None:
 def utterance_ids(batch: object) -> list[str]:
     """Return the ids of a batch's utterances, from ``ids`` (sbkit) or ``id`` (SpeechBrain)."""
     # In a batch that isn't of a plan ``ids`` may be a key of another meaning.
-    for name in ("ids", "id") if isinstance(batch, PlannedBatch) else ("id", "ids"):
-        found = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
-        if isinstance(found, (list, tuple)):
-            return [str(item) for item in found]
+    names = ("ids", "id") if isinstance(batch, PlannedBatch) else ("id", "ids")
+    for name in names:
+        ids = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+        if isinstance(ids, (list, tuple)):
+            return [str(item) for item in ids]
     return []
 
 
@@ -60,39 +61,44 @@ def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, torch.Tenso
 
 def length(batch: object) -> int:
     """Return the number of utterances (or other examples) in a batch; 1 if unknown."""
-    names = utterance_ids(batch)
-    if names:
-        return len(names)
-    held = vars(batch) if hasattr(batch, "__dict__") and not isinstance(batch, (torch.Tensor, Mapping)) else batch
-    found = [len(tensor) for _, tensor in tensors_in(held) if tensor.dim()]
-    return found[0] if found and all(n == found[0] for n in found) else 1
+    ids = utterance_ids(batch)
+    if ids:
+        return len(ids)
+    is_object = hasattr(batch, "__dict__") and not isinstance(batch, (torch.Tensor, Mapping))
+    content = vars(batch) if is_object else batch
+    lengths = {len(tensor) for _, tensor in tensors_in(content) if tensor.dim()}
+    return lengths.pop() if len(lengths) == 1 else 1
 
 
 def rows(batch: object, start: int, stop: int) -> object:
-    """Return utterances ``start`` to ``stop`` of a batch, with its padding."""
+    """Return utterances ``start`` to ``stop`` of a batch of any kind, with its padding."""
     size = length(batch)
+
+    def cut(value: object) -> Any:  # of the same type as the value
+        """Cut what has a row for each utterance; all else stays as it is."""
+        if isinstance(value, torch.Tensor):
+            return value[start:stop] if value.dim() and len(value) == size else value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # SpeechBrain's PaddedData, and Padded
+            return type(value)(*map(cut, value))
+        if isinstance(value, (list, tuple)):
+            return value[start:stop] if len(value) == size else value
+        if isinstance(value, dict):
+            return {key: cut(inner) for key, inner in value.items()}
+        return value
+
     if isinstance(batch, (torch.Tensor, dict)) or hasattr(batch, "_fields"):
-        return _cut(batch, start, stop, size)
+        return cut(batch)
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_cut(value, start, stop, size) for value in batch)
+        return type(batch)(map(cut, batch))
+
     # A plan's "damaged" and "goes_on", and the lists of keys that a PaddedBatch keeps to itself have other lengths.
-    whole = {"damaged", "goes_on"} if isinstance(batch, PlannedBatch) else set()
-    fields = {key: value if key in whole or key.startswith("_") else _cut(value, start, stop, size)
-              for key, value in vars(batch).items()}
+    without_rows = {"damaged", "goes_on"} if isinstance(batch, PlannedBatch) else set()
+    fields = {}
+    for name, value in vars(batch).items():
+        fields[name] = value if name in without_rows or name.startswith("_") else cut(value)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{f.name: fields[f.name] for f in dataclasses.fields(batch) if f.init})
+        arguments = {field.name: fields[field.name] for field in dataclasses.fields(batch) if field.init}
+        return dataclasses.replace(batch, **arguments)
     part = object.__new__(type(batch))
-    part.__dict__.update(fields)
+    vars(part).update(fields)
     return part
-
-
-def _cut(value: object, start: int, stop: int, size: int) -> Any:  # of the same type as the value
-    if isinstance(value, torch.Tensor):
-        return value[start:stop] if value.dim() and len(value) == size else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # SpeechBrain's PaddedData, and Padded
-        return type(value)(*(_cut(inner, start, stop, size) for inner in value))
-    if isinstance(value, (list, tuple)):
-        return value[start:stop] if len(value) == size else value
-    if isinstance(value, dict):
-        return {key: _cut(inner, start, stop, size) for key, inner in value.items()}
-    return value

@@ -7,6 +7,7 @@ module with only frozen parameters runs in evaluation mode: no dropout, and its 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -30,19 +31,25 @@ class Freezing:
 
     def __init__(self, modules: torch.nn.Module, parts: ParameterGroups, wanted: Mapping[str, bool | int] | None):
         self.modules = modules
-        values = parts.values_by_path(wanted or {}, "freeze")
-        own = {path for path, parameter in parts.parameters.items()
-               if not parameter.requires_grad and parameter not in _FROZEN}
+        values = parts.values_by_path(wanted or {}, "freeze")  # fails if a pattern fits nothing
+        self._frozen_by_model = {path for path, parameter in parts.parameters.items()
+                                 if not parameter.requires_grad and parameter not in _FROZEN}
+        """Paths of parameters."""
         for pattern, value in flattened(wanted or {}).items():
-            if 0 < frozen_until(value) < float("inf") and parts.matching(pattern) <= own:
+            if 0 < frozen_until(value) < math.inf and parts.matching(pattern) <= self._frozen_by_model:
                 raise SbkitError(
                     f"freeze: {pattern} is to train after step {value}, but the model itself keeps it frozen",
                     hint="take it out of freeze; for a pretrained encoder's convolutions see freeze_front")
-        self._own = own
-        self._until = {path: frozen_until(value) for path, value in values.items()
-                       if frozen_until(value) > 0 and path not in own}
-        self.unfreeze_steps = sorted({step for step in self._until.values() if step < float("inf")})
-        self._stage = -1
+
+        self._frozen_by_recipe: dict[str, float] = {}
+        """The number of steps in which parameters don't train, by path."""
+        for path, value in values.items():
+            if frozen_until(value) > 0 and path not in self._frozen_by_model:
+                self._frozen_by_recipe[path] = frozen_until(value)
+        self.unfreeze_steps = sorted({step for step in self._frozen_by_recipe.values() if step < math.inf})
+        """The numbers of steps after which something begins to train."""
+        self._thaws_done: int | None = None
+        """How many of these are over; None before the first ``apply``."""
         self.next_change: float | None = None
         """The number of steps after which ``apply`` changes something next; None: nothing changes any more."""
         self.apply(int(self.unfreeze_steps[-1]) if self.unfreeze_steps else 0)
@@ -50,10 +57,10 @@ class Freezing:
     def apply(self, steps_done: int) -> None:
         """Freeze and unfreeze parameters for what follows this many steps."""
         self.next_change = min((step for step in self.unfreeze_steps if step > steps_done), default=None)
-        stage = sum(step <= steps_done for step in self.unfreeze_steps)
-        if stage == self._stage:
+        thaws_done = sum(step <= steps_done for step in self.unfreeze_steps)
+        if thaws_done == self._thaws_done:
             return
-        self._stage = stage
+        self._thaws_done = thaws_done
         for parameter, until in self._parameters():
             parameter.requires_grad_(steps_done >= until)
             _FROZEN[parameter] = True
@@ -61,13 +68,13 @@ class Freezing:
 
     def _parameters(self) -> list[tuple[torch.nn.Parameter, float]]:
         """Return the parameters that the recipe freezes, each with the number of steps."""
-        return [(parameter, self._until[path]) for path, parameter
-                in self.modules.named_parameters(remove_duplicate=False) if path in self._until]
+        return [(parameter, self._frozen_by_recipe[path]) for path, parameter
+                in self.modules.named_parameters(remove_duplicate=False) if path in self._frozen_by_recipe]
 
     @property
     def until(self) -> dict[str, float]:
         """The optimizer steps in which parameters don't train, by path; infinite for those that never do."""
-        return {**self._until, **dict.fromkeys(self._own, float("inf"))}
+        return {**self._frozen_by_recipe, **dict.fromkeys(self._frozen_by_model, math.inf)}
 
     def train(self) -> None:
         """Put all modules into training mode, except those with only frozen parameters."""
@@ -76,11 +83,13 @@ class Freezing:
 
     def _eval_frozen(self) -> None:
         """Put modules with only frozen parameters, some of them by the recipe, into evaluation mode."""
-        ours = {id(parameter) for parameter, _ in self._parameters()}
-        for module in self.modules.modules() if ours else ():
+        of_recipe = {id(parameter) for parameter, _ in self._parameters()}
+        if not of_recipe:
+            return
+        for module in self.modules.modules():
             parameters = list(module.parameters())
-            if any(id(parameter) in ours for parameter in parameters) and not any(
-                    parameter.requires_grad for parameter in parameters):
+            has_ours = any(id(parameter) in of_recipe for parameter in parameters)
+            if has_ours and not any(parameter.requires_grad for parameter in parameters):
                 module.eval()
 
     @contextlib.contextmanager

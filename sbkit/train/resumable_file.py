@@ -37,10 +37,14 @@ class ResumableFile:
         self.path = Path(path)
         self._written_again = written_again
         self._resume_at: int | None = None
-        self._trained = False
-        self._clean = False
+        """The length at the checkpoint from which the run continues; None: it continues from none."""
+        self._wrote_training = False
+        """Whether this process has written a line of training, and so removed those that it writes again."""
+        self._ends_in_whole_line = False
         self._warned = False
+        """Whether a warning says that lines wait."""
         self.waiting: deque[str] = deque(maxlen=_MAX_WAITING)
+        """Lines for which the disk had no room yet."""
 
     def append(self, line: str) -> None:
         """Append a line, after those that are waiting."""
@@ -50,20 +54,10 @@ class ResumableFile:
     def _write_waiting(self) -> None:
         try:
             while self.waiting:
-                line = self.waiting[0]
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
                 try:
-                    if not self._clean:
-                        self._clean = True
-                        self._remove_cut_line(handle)
-                    if not self._trained and self._written_again(line):
-                        self._trained = True
-                        self._remove_later_lines(handle)
-                    data = line.encode("utf-8") + b"\n"
-                    if os.write(handle, data) < len(data):  # the disk is full
-                        self._clean = False
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                    self._write_line(handle, self.waiting[0])
                 finally:
                     os.close(handle)
                 self.waiting.popleft()
@@ -72,6 +66,19 @@ class ResumableFile:
             if not self._warned:
                 logger.warning("%s. Its lines are kept in memory until there is room", disk.explain(error, self.path))
             self._warned = True
+
+    def _write_line(self, handle: int, line: str) -> None:
+        """Write a line, after removing what must not stay before it."""
+        if not self._ends_in_whole_line:
+            self._ends_in_whole_line = True
+            self._remove_cut_line(handle)
+        if not self._wrote_training and self._written_again(line):
+            self._wrote_training = True
+            self._remove_later_lines(handle)
+        data = line.encode("utf-8") + b"\n"
+        if os.write(handle, data) < len(data):  # the disk is full
+            self._ends_in_whole_line = False
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     @staticmethod
     def _remove_cut_line(handle: int) -> None:
@@ -95,7 +102,7 @@ class ResumableFile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the present length in a checkpoint file."""
         self._write_waiting()
-        if self._resume_at is not None and not self._trained:
+        if self._resume_at is not None and not self._wrote_training:
             length = self._resume_at  # resumed, and later lines not removed yet
         else:
             length = self.path.stat().st_size if self.path.exists() else 0
@@ -104,12 +111,12 @@ class ResumableFile:
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint file; ignored once this process has appended lines of training."""
-        if not self._trained:
+        if not self._wrote_training:
             self._resume_at = int(json.loads(Path(path).read_text(encoding="utf-8"))["bytes"])
 
     def start_afresh(self) -> None:
         """Continue from an empty file, for a run without a checkpoint: lines of an earlier start are removed."""
-        if not self._trained:
+        if not self._wrote_training:
             self._resume_at = 0
 
 
