@@ -114,6 +114,11 @@ class StepResult(NamedTuple):
         """Whether the step was not finite for another reason than a loss scale that was tried too high."""
         return not math.isfinite(self.total) or (self.skipped and self.scale <= 1.0)
 
+    @property
+    def failed_part(self) -> str:
+        """What was not finite: the loss, or else a gradient."""
+        return "gradient" if math.isfinite(self.total) else "loss"
+
 
 @dataclass
 class _ArrivingStep:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Iterable, Iterator
 
@@ -207,8 +206,8 @@ class Trainer:
         """Begin a ``fit``; ``validates``: whether each epoch ends with a validation."""
         state = self.state
         self._runner = None  # hooks may have made other optimizers
-        self.buffers = Buffers(self.modules)  # or replaced layers
         self.hooks.open_step(state.optimizer_step + 1)
+        self.buffers = Buffers(self.modules)  # hooks may have replaced layers
         state.first_step_checked = False
         state.validates = validates
         state.largest_tried = False
@@ -250,6 +249,7 @@ class Trainer:
         # Steps send what ranks ask for, and none follows the last one. A validation asks by itself.
         if not state.validates and ranks.any_of({"stop": self.asked_to_stop})["stop"]:
             self.save_and_stop()
+
         guard.poll(wait=True)  # before a model that learnt from an invalid label is saved
         hooks.zero_gradients()
         self.buffers.detect_changes()
@@ -258,6 +258,7 @@ class Trainer:
             # Saved if a signal arrives or an error before the epoch ends: a resumed run then repeats what follows, from
             # ``on_stage_end`` on, with the same random numbers. Of a sharded model this would take a complete save.
             hooks.hold_checkpoint()
+
         loss = self.mean_loss()
         if not self.trained_anything():
             logger.warning("Nothing was trained in epoch %d: every loss had a count of 0, or was not finite", epoch)
@@ -269,7 +270,7 @@ class Trainer:
         hooks = self.hooks
         state = self.state
         # A second of audio takes fewer FLOPs while parts are frozen that will train.
-        thaws = any(turn > state.optimizer_step for turn in self.freezing.unfreeze_steps)
+        thaws = any(step > state.optimizer_step for step in self.freezing.unfreeze_steps)
         display = StageDisplay(
             f"train {epoch}", batches.total, initial=batches.done, show=show, times=self.times,
             colour=self.settings.bar_colour, utilisation=None if thaws else hooks.utilisation)
@@ -319,10 +320,11 @@ class Trainer:
         """Thaw what trains from this step on; return False if the run has taken as many steps as it may."""
         state = self.state
         limit = self.settings.step_limit
-        thaws_at = self.freezing.next_change
         if limit is not None and state.optimizer_step >= limit:
             logger.info("Training ends, because the run has taken the %d steps of optimizer_step_limit", limit)
             return False
+
+        thaws_at = self.freezing.next_change
         if thaws_at is not None and state.optimizer_step >= thaws_at:
             self.freezing.apply(state.optimizer_step)
             self.freezing.train()
@@ -337,7 +339,6 @@ class Trainer:
     def between_steps(self, asked: set[str], progress: EpochProgress) -> None:
         """Do what is due between two steps, and what any rank has asked for with a step before."""
         state = self.state
-        checkpointer = self.hooks.checkpointer
         if not state.first_step_checked:
             state.first_step_checked = True
             self.buffers.detect_changes()
@@ -348,22 +349,30 @@ class Trainer:
         if time.monotonic() >= progress.due:
             progress.show(state.mean_loss.known(), self.learning_rate)
 
-        if "agree" in asked and self.parallel.agree_each_time():
-            self.runner.reset()
-            state.parameters_vary = True
-            if ranks.is_main():
-                logger.warning("The loss uses other parameters than in the first step. From now on ranks agree in each "
-                               "step on those that have gradients, which makes it wait for the device; with "
-                               "--find_unused_parameters they do so from the first step")
+        if "agree" in asked:
+            self._agree_each_time()
         if "stop" in asked:
             self.save_and_stop()
-        due = 0 < self.settings.save_batches <= state.batches_since_save
-        if checkpointer is not None and (due or "save" in asked):
-            self._save()
-        if checkpointer is not None and checkpointer.writer.failed:
-            checkpointer.writer.wait()  # raises now, and not an epoch later
+        checkpointer = self.hooks.checkpointer
+        if checkpointer is not None:
+            enough_batches = 0 < self.settings.save_batches <= state.batches_since_save
+            if enough_batches or "save" in asked:
+                self._save()
+            if checkpointer.writer.failed:
+                checkpointer.writer.wait()  # raises now, and not an epoch later
         if self.hooks.profile_step():
             ranks.end_together()  # another rank may still be writing its trace
+
+    def _agree_each_time(self) -> None:
+        """Have ranks agree in each step on the parameters that have gradients, unless they do so already."""
+        if not self.parallel.agree_each_time():
+            return
+        self.runner.reset()
+        self.state.parameters_vary = True
+        if ranks.is_main():
+            logger.warning("The loss uses other parameters than in the first step. From now on ranks agree in each "
+                           "step on those that have gradients, which makes it wait for the device; with "
+                           "--find_unused_parameters they do so from the first step")
 
     # ------------------------------------------------------------ what fits into memory
 
@@ -402,8 +411,7 @@ class Trainer:
         state = self.state
         patience = self.settings.nonfinite_patience
         state.failed_in_epoch += 1
-        what = "gradient" if math.isfinite(result.total) else "loss"
-        report = f"its {what} is not finite (with fsdp, a rank can't examine it alone)"
+        report = f"its {result.failed_part} is not finite (with fsdp, a rank can't examine it alone)"
         if self.parallel.sharded is None:
             report = self.hooks.explain(result, state.epoch)
         if ranks.is_main():
@@ -411,7 +419,7 @@ class Trainer:
                            result.number, state.failed_in_epoch, patience, report)
         if state.failed_in_epoch > patience:
             ranks.raise_on_main(NotFinite(
-                f"the {what} of {state.failed_in_epoch} steps of this epoch was not finite",
+                f"the {result.failed_part} of {state.failed_in_epoch} steps of this epoch was not finite",
                 hint="see the reports above; nonfinite_patience sets how many are allowed"))
 
     def mean_loss(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,14 +53,9 @@ def report(brain: sb.Brain, folder: str | os.PathLike[str], result: StepResult, 
     return "\n".join([heading, *_lines(brain, blamed, ranks.gather_objects(saved_folder))])
 
 
-def _what(result: StepResult) -> str:
-    """Return what of a step was not finite, as far as its values say."""
-    return "gradient" if math.isfinite(result.total) else "loss"
-
-
 def _heading(result: StepResult, epoch: int | None) -> str:
     of_epoch = "" if epoch is None else f" of epoch {epoch}"
-    heading = f"Step {result.number}{of_epoch}: the {_what(result)} is not finite; the step was skipped."
+    heading = f"Step {result.number}{of_epoch}: the {result.failed_part} is not finite; the step was skipped."
     if result.late:  # on a GPU, where the values of a step are known only after the next
         heading += f" It was run again with the weights after step {result.number + result.late}."
     return heading
@@ -80,7 +74,7 @@ def _save(brain: sb.Brain, bad_batches: Path, result: StepResult, epoch: int | N
     """Save this rank's micro-batches; return their folder, None if they can't be saved."""
     rank = ranks.rank()
     content = {
-        "format": files.FORMAT, "step": result.number, "epoch": epoch, "rank": rank, "what": _what(result),
+        "format": files.FORMAT, "step": result.number, "epoch": epoch, "rank": rank, "what": result.failed_part,
         "scale": result.scale, "sum_scale": result.sum_scale, "late": result.late, "precision": brain.precision,
         "device": str(brain.device),
         "accounts": [{"micro": each.micro, "rank": each.rank, **each.finding._asdict()} for each in blamed]}
