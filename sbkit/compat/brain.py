@@ -335,7 +335,7 @@ class Brain(sb.core.Brain):
         with self.evaluation_ctx:
             outputs = losses_in_fp32(self.compute_forward(batch, stage=stage), self.evaluation_ctx)
             loss = objectives_of(self, outputs, batch, stage)
-            one_number(loss, "compute_objectives", tensor=True)
+            one_number(loss, "compute_objectives", only_tensor=True)
             return loss.detach()
 
     def loss_of(self, batch: MicroBatch) -> Loss:

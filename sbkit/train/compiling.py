@@ -94,6 +94,6 @@ def compile_problem(device: str) -> str | None:
     return None
 
 
-def graphs() -> int:
+def compiled_graphs() -> int:
     """Return the number of graphs compiled in this process; it should stop growing after warm-up."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]

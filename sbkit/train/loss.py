@@ -95,7 +95,7 @@ def as_loss(value: Objectives, is_dummy: bool = False) -> Loss:
     A plain scalar keeps SpeechBrain's meaning: each micro-batch counts as one. A dummy batch counts as none.
     """
     loss = value if isinstance(value, Loss) else Loss(value, 1.0)
-    one_number(loss.total, "compute_objectives", tensor=True)
+    one_number(loss.total, "compute_objectives", only_tensor=True)
     if isinstance(loss.count, (int, float)) and loss.count < 0:
         raise SbkitError(f"compute_objectives returned sbkit.Loss with a count of {loss.count}", hint="0 is the least")
     total = loss.total.float() if loss.total.dtype in _HALF else loss.total
@@ -124,7 +124,7 @@ class Mean:
     def __init__(self) -> None:
         self.total = 0.0
         self.count = 0.0
-        self._set = 0.0
+        self._value_without_sums = 0.0
 
     def add(self, total: float, count: float) -> None:
         """Add a sum and its count, unless the sum is not finite."""
@@ -135,26 +135,31 @@ class Mean:
     def set(self, value: float) -> None:
         """Discard sums and set a value, which sums added later replace."""
         self.total = self.count = 0.0
-        self._set = value
+        self._value_without_sums = value
 
     def known(self) -> float | None:
         """Return the mean; None before there is one."""
-        return self.value() if self.count or self._set else None
+        return self.value() if self.count or self._value_without_sums else None
 
     def value(self, more: Iterable[tuple[float, float]] = ()) -> float:
         """Return the mean, including further sums that are not added permanently."""
         whole = Mean()
         for total, count in [(self.total, self.count), *more]:
             whole.add(total, count)
-        return whole.total / whole.count if whole.count else self._set
+        return whole.total / whole.count if whole.count else self._value_without_sums
 
 
-def one_number(loss: Loss | torch.Tensor | float, method: str, tensor: bool = False) -> torch.Tensor:
-    """Convert a loss of any kind, or a ``tensor`` alone, which a method returned, to a tensor with one element."""
+def one_number(loss: Loss | torch.Tensor | float, method: str, only_tensor: bool = False) -> torch.Tensor:
+    """Convert the loss that a method of a recipe returned to a tensor with one element, or raise an error.
+
+    method : its name, for the error
+    only_tensor : whether a plain number is refused, too
+    """
     if isinstance(loss, Loss):
         loss = loss.mean
-    with contextlib.suppress(TypeError, ValueError):  # what is no number
-        loss = loss if tensor or isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+    if not only_tensor and not isinstance(loss, torch.Tensor):
+        with contextlib.suppress(TypeError, ValueError):  # what is no number
+            loss = torch.tensor(float(loss))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise SbkitError(f"{method} returned a loss of {shape}, not one number",

@@ -55,7 +55,7 @@ def test_layers_are_compiled_once_for_all_lengths_and_stay_what_they_were():
     assert compiling.compile_blocks(modules, None, "cpu") == 3
     assert list(modules["model"][0]) == layers and list(modules.state_dict()) == keys
     assert all(type(layer).__name__ == "Layer" and isinstance(layer, Layer) for layer in layers)
-    before = compiling.graphs()
+    before = compiling.compiled_graphs()
     for layer, value in zip(layers, expected, strict=True):
         hook = layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
         torch.testing.assert_close(layer(x), value)
@@ -64,18 +64,18 @@ def test_layers_are_compiled_once_for_all_lengths_and_stay_what_they_were():
     for length in (3, 17, 40):
         for layer in layers:
             layer(torch.randn(5, length, 4))
-    assert compiling.graphs() - before == 1
+    assert compiling.compiled_graphs() - before == 1
 
 
 def test_layers_that_fake_tensors_went_through_are_compiled_afterwards():
     modules = stacked()
     assert compiling.compile_blocks(modules, None, "cpu") == 3
-    before = compiling.graphs()
+    before = compiling.compiled_graphs()
     with fake_tensors(modules), FlopCounterMode(display=False):
         modules["model"][0][0](torch.randn(2, 9, 4)).sum().backward()
     modules.zero_grad()
     modules["model"][0][0](torch.randn(2, 9, 4))
-    assert compiling.graphs() - before == 1
+    assert compiling.compiled_graphs() - before == 1
 
 
 @pytest.mark.long
@@ -99,9 +99,9 @@ def test_a_flagship_layer_compiles_once_for_all_lengths(with_kernels):
     model.train()
     counts = []
     for length in (21, 40, 35):
-        before = compiling.graphs()
+        before = compiling.compiled_graphs()
         model.encode(torch.randn(4, length, 8), torch.tensor([1.0, 0.8, 0.5, 0.3])).sum().backward()
-        counts.append(compiling.graphs() - before)
+        counts.append(compiling.compiled_graphs() - before)
     assert counts[0] > 0 and counts[1:] == [0, 0], "a length compiled anew"
 
 
@@ -111,10 +111,10 @@ def test_a_convolution_in_chunks_compiles_once_for_all_lengths():
     batches = [torch.randn(16, length, 8) for length in (20, 24, 33, 8)]  # of which some are whole chunks
     expected = [module(x, dynchunktrain_config=DynChunkTrainConfig(8, 1)) for x in batches]
     assert compiling.compile_blocks(nn.ModuleDict({"model": module}), ["model"], "cpu") == 1
-    before = compiling.graphs()
+    before = compiling.compiled_graphs()
     found = [module(x, dynchunktrain_config=DynChunkTrainConfig(8, 1)) for x in batches]
     torch.testing.assert_close(found, expected)
-    assert compiling.graphs() - before == 1
+    assert compiling.compiled_graphs() - before == 1
 
 
 def conformer(layers=1):

@@ -45,7 +45,7 @@ class EpochProgress(AbstractContextManager["EpochProgress"]):
         self.metrics = metrics
         self.epoch = epoch
         self.interval = interval
-        self._graphs_before = compiling.graphs() if compiled else None
+        self._graphs_before = compiling.compiled_graphs() if compiled else None
         self._steps = 0
         self._skipped_steps = 0
         self._results: list[StepResult] = []
@@ -113,7 +113,7 @@ class EpochProgress(AbstractContextManager["EpochProgress"]):
         padding = 1 - display.seconds / display.padded_seconds if display.padded_seconds else None
         graphs = {}
         if self._graphs_before is not None:
-            graphs["graphs_compiled"] = compiling.graphs() - self._graphs_before
+            graphs["graphs_compiled"] = compiling.compiled_graphs() - self._graphs_before
         if ranks.is_main() and self._steps:
             self._log_summary(speed, padding, graphs.get("graphs_compiled"))
         if self.metrics is None:
