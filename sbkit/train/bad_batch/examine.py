@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import speechbrain as sb
@@ -34,13 +34,18 @@ class Layer(NamedTuple):
     minus_inf: int  # counted separately: a mask or a log of 0 may intend it
     rows: list[int]  # indices in the first dimension with a value that is not finite
 
+    @property
+    def is_bad(self) -> bool:
+        """Whether it has a value that nobody intends."""
+        return bool(self.nan or self.inf)
+
 
 def measure(tensor: torch.Tensor, name: str, kind: str) -> Layer:
     """Return the range of a tensor, and its counts of values that are not finite."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     is_finite = values.isfinite()
     finite_values = values[is_finite]
-    low, high = None, None
+    low = high = None
     if finite_values.numel():
         low, high = (float(value) for value in finite_values.float().aminmax())
     nan = inf = minus_inf = 0
@@ -113,24 +118,39 @@ def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> 
 
 def _run_again(brain: sb.Brain, kept: KeptBatch, scale: float, rerun: _Rerun) -> None:
     """Run a batch forward and backward, and add what is measured to ``rerun``, also if it ends with an error."""
-    # Hooks of compiled modules are called only without compilation. To import torch's compiler takes seconds.
-    with (torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext(),
-          restoring(brain.layer_roots, brain.device), torch.enable_grad(), brain.no_sync()):
+    with (_without_compiled_layers(), restoring(brain.layer_roots, brain.device), torch.enable_grad(),
+          brain.no_sync()):
         if kept.rng is not None:
             rng.restore(dict(kept.rng), brain.device)
-        with contextlib.ExitStack() as hooks:  # not in backward, where checkpointed activations are computed again
-            for name, module in brain.modules.named_modules():
-                if not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)) or hasattr(module, "_orig_mod"):
-                    continue
-                name = name.replace("_orig_mod.", "").removesuffix("._orig_mod")  # which torch.compile inserts
-                hook = _measuring_hook(name, rerun)
-                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        with _measuring_layers(brain.modules, rerun):  # not in backward, which computes checkpointed activations again
             total = brain.trainer.compute(kept.batch).loss.total
         rerun.loss = float(total.detach())
-        if total.requires_grad:
-            (total * scale).backward()
-            rerun.bad_gradients += [name for name, parameter in brain.modules.named_parameters()
-                                    if parameter.grad is not None and not bool(parameter.grad.isfinite().all())]
+        if not total.requires_grad:
+            return
+        (total * scale).backward()
+        for name, parameter in brain.modules.named_parameters():
+            if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+                rerun.bad_gradients.append(name)
+
+
+def _without_compiled_layers() -> contextlib.AbstractContextManager[object]:
+    """Run layers as if they weren't compiled inside this context, since only then their hooks are called."""
+    if "torch._dynamo" not in sys.modules:  # so nothing was compiled, and to import torch's compiler takes seconds
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+@contextlib.contextmanager
+def _measuring_layers(modules: nn.Module, rerun: _Rerun) -> Iterator[None]:
+    """Add to ``rerun`` what layers compute inside this context."""
+    with contextlib.ExitStack() as hooks:
+        for path, module in modules.named_modules():
+            if not path or isinstance(module, (nn.ModuleList, nn.ModuleDict)) or hasattr(module, "_orig_mod"):
+                continue
+            name = path.replace("_orig_mod.", "").removesuffix("._orig_mod")  # which torch.compile inserts
+            handle = module.register_forward_hook(_measuring_hook(name, rerun), with_kwargs=True)
+            hooks.callback(handle.remove)
+        yield
 
 
 def _measuring_hook(name: str, rerun: _Rerun) -> Callable[..., None]:
@@ -142,12 +162,13 @@ def _measuring_hook(name: str, rerun: _Rerun) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         kind = type(module).__name__
         # Where no layer was bad so far, an operation outside of layers may have been, which the input shows.
-        if not any(layer.nan or layer.inf for layer in rerun.layers):
+        if not any(layer.is_bad for layer in rerun.layers):
             inputs = [measure(tensor, f"input of {name}", kind) for _, tensor in tensors_in((args, kwargs))]
-            rerun.layers.extend(layer for layer in inputs if layer.nan or layer.inf)
+            rerun.layers.extend(layer for layer in inputs if layer.is_bad)
+
         outputs = [tensor for _, tensor in tensors_in(output)]
-        measured = [measure(tensor, name, kind) for tensor in outputs]
-        if measured:
+        if outputs:
+            measured = [measure(tensor, name, kind) for tensor in outputs]
             rerun.layers.append(max(measured, key=lambda layer: layer.nan + layer.inf + layer.minus_inf))
         for tensor in outputs:
             if tensor.requires_grad and not tensor.is_leaf:
@@ -158,17 +179,18 @@ def _measuring_hook(name: str, rerun: _Rerun) -> Callable[..., None]:
 def _locate(rerun: _Rerun, batch_size: int) -> tuple[str, list[int]]:
     """Say what was not finite first, and in which rows of the batch, as far as this is known."""
     has_bad_loss = not math.isfinite(rerun.loss)
-    bad_layers = [layer for layer in rerun.layers
-                  if layer.nan or layer.inf or (layer.minus_inf and layer.kind == "batch")]
-    if not bad_layers and has_bad_loss:
-        bad_layers = [layer for layer in rerun.layers if layer.minus_inf]  # nothing else explains the loss
+    # A log of 0 may be intended within a model, but not in a batch ...
+    bad_layers = [layer for layer in rerun.layers if layer.is_bad or (layer.minus_inf and layer.kind == "batch")]
+    if not bad_layers and has_bad_loss:  # ... unless nothing else explains the loss.
+        bad_layers = [layer for layer in rerun.layers if layer.minus_inf]
     if bad_layers:
         first = bad_layers[0]
         counts = {"nan": first.nan, "inf": first.inf, "-inf": first.minus_inf}
         listed_counts = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
         where = (f"the first that is not finite is {first.name} ({first.kind}): {listed_counts} of "
                  f"{math.prod(first.shape)} values, {first.dtype}")
-        return where, first.rows if first.shape[:1] == [batch_size] else []
+        has_row_for_each = first.shape[:1] == [batch_size]
+        return where, first.rows if has_row_for_each else []
     if rerun.error:
         return f"running the batch again ended with {rerun.error}", []
     if has_bad_loss:

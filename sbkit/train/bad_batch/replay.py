@@ -58,8 +58,9 @@ def _weights_in_words(saved: Mapping[str, Any], weights_file: Path | None) -> st
 
 
 def _cells(layer: Layer) -> list[object]:
-    """Return a row of the table of layers."""
-    is_bad = layer.nan + layer.inf + layer.minus_inf
-    low, high = ("" if value is None else f"{value:.3g}" for value in (layer.low, layer.high))
-    return [">" if is_bad else "", layer.name, layer.kind, layer.dtype, "x".join(map(str, layer.shape)), low, high,
-            layer.nan, layer.inf + layer.minus_inf]
+    """Return a row of the table of layers; ``>`` marks those with a value that is not finite."""
+    mark = ">" if layer.nan or layer.inf or layer.minus_inf else ""
+    low = "" if layer.low is None else f"{layer.low:.3g}"
+    high = "" if layer.high is None else f"{layer.high:.3g}"
+    shape = "x".join(map(str, layer.shape))
+    return [mark, layer.name, layer.kind, layer.dtype, shape, low, high, layer.nan, layer.inf + layer.minus_inf]
