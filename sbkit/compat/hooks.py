@@ -56,7 +56,7 @@ def _ends_in_objectives(brain: Any, error: BaseException) -> bool:  # as in Brai
 
 
 class BrainHooks:
-    """The hooks of a Brain, for ``sbkit.train.trainer.Trainer``.
+    """The hooks of a Brain, for ``sbkit.train.trainer.Trainer``; ``Hooks`` says when each is called.
 
     Attributes are read when they are asked for, since a script may set them, also in its hooks while it trains.
     """
@@ -66,7 +66,7 @@ class BrainHooks:
         self.modules = brain.modules
         self.recipe = vars(brain.hparams)
 
-    # ------------------------------------------------------------ settings and objects
+    # ------------------------------------------------------------ what the run has
 
     @property
     def settings(self) -> LoopSettings:
@@ -104,19 +104,17 @@ class BrainHooks:
         return isinstance(self.brain.keys, ScriptKeys)  # `sbkit train` locks the whole folder
 
     @property
+    def updates_weights(self) -> bool:
+        return self.brain.optimizers_dict is not None or self.brain.opt_class is not None
+
+    @property
     def reads_outputs(self) -> bool:
         return type(self.brain).on_fit_batch_end is not sb.Brain.on_fit_batch_end  # SpeechBrain's own reads nothing
 
-    # ------------------------------------------------------------ batches and steps
+    # ------------------------------------------------------------ at the ends of an epoch
 
-    def compute(self, batch: MicroBatch, times: StepTimes) -> Computed:
-        brain = self.brain
-        with brain.training_ctx:
-            outputs = brain.compute_forward(batch, Stage.TRAIN)
-            times.mark("forward")
-            outputs = losses_in_fp32(outputs, brain.training_ctx)
-            objectives = objectives_of(brain, outputs, batch, Stage.TRAIN)
-        return Computed(outputs, objectives, as_loss(objectives, as_planned(batch).is_dummy))
+    def open_epoch(self, epoch: int) -> None:
+        self.brain.open_stage(Stage.TRAIN, epoch)
 
     def batches(self, train_set: DataSource, epoch: int) -> EpochBatches:
         brain, state = self.brain, self.brain.train_state
@@ -139,28 +137,33 @@ class BrainHooks:
             last_batch = min(length, last_batch or length)
         return EpochBatches(partial(loaders.iterator_of, train_set), state.batches_in_epoch, length, last_batch)
 
-    def before_batch(self, batch: MicroBatch, last: bool) -> None:
-        self.brain.on_fit_batch_start(batch, last)
+    def begin_profile(self) -> None:
+        if self.brain.profiler is not None:
+            self.brain.profiler.start()
 
-    def after_batch(self, batch: MicroBatch, outputs: Outputs, objectives: Objectives, last: bool) -> None:
-        self.brain.on_fit_batch_end(batch, outputs, objectives, last)
-
-    def open_step(self, number: int) -> None:
-        self.brain.open_step(number)
-
-    def end_step(self, number: int) -> None:
-        self.brain.end_step(number)
-
-    def close_step(self, result: StepResult) -> None:
-        self.brain.close_step(result)
-
-    def open_epoch(self, epoch: int) -> None:
-        self.brain.open_stage(Stage.TRAIN, epoch)
+    def hold_checkpoint(self) -> None:
+        assert self.brain.checkpointer is not None
+        self.brain.checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})
 
     def close_epoch(self, epoch: int, loss: float) -> None:
         self.brain.close_stage(Stage.TRAIN, loss, epoch)
 
-    # ------------------------------------------------------------ optimizers
+    # ------------------------------------------------------------ within a step
+
+    def before_batch(self, batch: MicroBatch, last: bool) -> None:
+        self.brain.on_fit_batch_start(batch, last)
+
+    def compute(self, batch: MicroBatch, times: StepTimes) -> Computed:
+        brain = self.brain
+        with brain.training_ctx:
+            outputs = brain.compute_forward(batch, Stage.TRAIN)
+            times.mark("forward")
+            outputs = losses_in_fp32(outputs, brain.training_ctx)
+            objectives = objectives_of(brain, outputs, batch, Stage.TRAIN)
+        return Computed(outputs, objectives, as_loss(objectives, as_planned(batch).is_dummy))
+
+    def after_batch(self, batch: MicroBatch, outputs: Outputs, objectives: Objectives, last: bool) -> None:
+        self.brain.on_fit_batch_end(batch, outputs, objectives, last)
 
     def optimizers(self) -> list[Optimizer]:
         brain = self.brain
@@ -168,45 +171,22 @@ class BrainHooks:
             return list(brain.freeze_optimizers(brain.optimizers_dict).values())
         return [brain.optimizer] if brain.opt_class is not None else []
 
-    @property
-    def updates_weights(self) -> bool:
-        return self.brain.optimizers_dict is not None or self.brain.opt_class is not None
-
     def all_optimizers(self) -> list[Optimizer]:
         return list((self.brain.optimizers_dict or {}).values())
 
     def zero_gradients(self) -> None:
         self.brain.zero_grad(set_to_none=True)
 
-    # ------------------------------------------------------------ CUDA graphs
+    # ------------------------------------------------------------ between two steps
 
-    def graph_key(self) -> Hashable:
-        return self.brain.graph_key()
+    def end_step(self, number: int) -> None:
+        self.brain.end_step(number)
 
-    def capture_refusal(self) -> str | None:
-        if self.brain.captures_steps:
-            return None
-        return f"{type(self.brain).__name__} doesn't say that its steps can be replayed; `graphs: true` says so"
+    def open_step(self, number: int) -> None:
+        self.brain.open_step(number)
 
-    def restoring(self) -> AbstractContextManager[None]:
-        return self.brain.restoring()
-
-    def state_owners(self) -> Iterable[tuple[str, object]]:
-        brain = self.brain
-        yield type(brain).__name__, brain
-        yield "hparams", brain.hparams
-        names: dict[Module, str] = {}
-        for root in brain.layer_roots:  # one may hold another
-            for path, module in root.named_modules():
-                kind = type(module).__name__
-                names.setdefault(module, f"{path} ({kind})" if path else kind)
-        yield from ((name, module) for module, name in names.items())
-
-    # ------------------------------------------------------------ what is rare
-
-    def begin_profile(self) -> None:
-        if self.brain.profiler is not None:
-            self.brain.profiler.start()
+    def close_step(self, result: StepResult) -> None:
+        self.brain.close_step(result)
 
     def profile_step(self) -> bool:
         brain = self.brain
@@ -219,12 +199,32 @@ class BrainHooks:
         brain.profiler.stop()
         return True
 
-    def explain(self, result: StepResult, epoch: int | None) -> str:
-        return report(self.brain, self.brain.keys.output_folder or ".", result, epoch)
-
     def write_checkpoint(self) -> None:
         self.brain._save_intra_epoch_ckpt()  # SpeechBrain's, which a script may override
 
-    def hold_checkpoint(self) -> None:
-        assert self.brain.checkpointer is not None
-        self.brain.checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})
+    def explain(self, result: StepResult, epoch: int | None) -> str:
+        return report(self.brain, self.brain.keys.output_folder or ".", result, epoch)
+
+    # ------------------------------------------------------------ before a trial, or a capture as CUDA graphs
+
+    def restoring(self) -> AbstractContextManager[None]:
+        return self.brain.restoring()
+
+    def capture_refusal(self) -> str | None:
+        if self.brain.captures_steps:
+            return None
+        return f"{type(self.brain).__name__} doesn't say that its steps can be replayed; `graphs: true` says so"
+
+    def graph_key(self) -> Hashable:
+        return self.brain.graph_key()
+
+    def state_owners(self) -> Iterable[tuple[str, object]]:
+        brain = self.brain
+        yield type(brain).__name__, brain
+        yield "hparams", brain.hparams
+        names: dict[Module, str] = {}
+        for root in brain.layer_roots:  # one may hold another
+            for path, module in root.named_modules():
+                kind = type(module).__name__
+                names.setdefault(module, f"{path} ({kind})" if path else kind)
+        yield from ((name, module) for module, name in names.items())
