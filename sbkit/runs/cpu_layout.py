@@ -17,7 +17,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ import torch
 
 import sbkit
 from sbkit.recipe import writing
-from sbkit.runs import initial
+from sbkit.runs import cpu_trial, initial
+from sbkit.runs.cpu_trial import Timing
 from sbkit.runs.keys import TaskKeys
 from sbkit.runs.run_config import RunConfig
 from sbkit.score.run_files import CPU_LAYOUT
@@ -42,20 +43,6 @@ _UNDISTURBED = 0.9
 #: Keys whose values don't change what a step computes.
 _NOT_OF_A_STEP = ("output_folder", "data_folder", "seed", "number_of_epochs", "experiment", "epoch_counter", "loggers",
                   "train_logger", "checkpointer", "pretrainer", "init_from", "cpu_ranks", "cpu_threads")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """What a trial of a layout has measured."""
-
-    layout: Layout
-    seconds: float
-    """Of a step."""
-    memory: int
-    """Bytes of rank 0 at its peak."""
-    computing: float
-    """Share of the time in which its main thread had a core. One that never waits for others has one all the time,
-    unless other programs need it."""
 
 
 def choose(config: RunConfig) -> Layout | None:
@@ -88,8 +75,6 @@ def choose(config: RunConfig) -> Layout | None:
 
 def _try(config: RunConfig, layouts: Sequence[Layout], on_machine: Path) -> Layout | None:
     """Return the fastest layout, and keep it; None if none could be tried."""
-    from sbkit.runs import cpu_trial
-
     logger.info("Trying how training is fastest on %s ...", counted(usable_cores(), "core"))
     timings = cpu_trial.measure(config.whole_command, layouts)
     if not timings:  # what fails there fails in the run itself, which says why

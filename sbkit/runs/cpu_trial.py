@@ -8,13 +8,13 @@ import logging
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
 
 from sbkit.recipe import arguments
 from sbkit.recipe.arguments import CommandLine
-from sbkit.runs.cpu_layout import Timing
 from sbkit.system import memory
 from sbkit.system.cores import Layout
 from sbkit.system.processes import free_port
@@ -30,6 +30,20 @@ _WORSE = 1.15
 _PATIENCE = 4.0
 #: The time in which processes must have answered: those of a large model need some for building it alone.
 _SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a trial of a layout has measured."""
+
+    layout: Layout
+    seconds: float
+    """Of a step."""
+    memory: int
+    """Bytes of rank 0 at its peak."""
+    computing: float
+    """Share of the time in which its main thread had a core. One that never waits for others has one all the time,
+    unless other programs need it."""
 
 
 def measure(command: CommandLine, layouts: Sequence[Layout]) -> list[Timing]:

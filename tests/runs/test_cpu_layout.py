@@ -15,7 +15,7 @@ from trained_runs import metrics, weights
 
 from sbkit.recipe import arguments
 from sbkit.runs import cpu_layout, cpu_trial
-from sbkit.runs.cpu_layout import Timing
+from sbkit.runs.cpu_trial import Timing
 from sbkit.runs.run_config import RunConfig
 from sbkit.score.run_files import CPU_LAYOUT
 from sbkit.system.cores import Layout
