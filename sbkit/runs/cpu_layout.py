@@ -106,10 +106,10 @@ def _file_of_machine(config: RunConfig, keys: TaskKeys) -> Path:
 
 def _read(path: Path) -> Layout | None:
     stored = stored_json(path)
-    numbers = [stored.get("ranks"), stored.get("threads")]
-    if all(isinstance(number, int) and number > 0 for number in numbers):
-        return Layout(*numbers)
-    return None
+    world, threads = stored.get("ranks"), stored.get("threads")
+    if not isinstance(world, int) or not isinstance(threads, int) or min(world, threads) < 1:
+        return None  # there is none, or it is damaged
+    return Layout(world, threads)
 
 
 def _write(path: Path, layout: Layout, timings: Sequence[Timing] = ()) -> None:
