@@ -11,6 +11,7 @@ Nothing is tried if ``OMP_NUM_THREADS`` or torchrun decides, and where one core 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -86,7 +87,8 @@ def _try(config: RunConfig, layouts: Sequence[Layout], on_machine: Path) -> Layo
                 " each" if fastest.layout.ranks > 1 else "", others)
     _write(config.folder / CPU_LAYOUT, fastest.layout, timings)
     if _was_undisturbed(timings):
-        _write(on_machine, fastest.layout, timings)
+        with contextlib.suppress(OSError):  # a cache that can't be written costs the next run a trial
+            _write(on_machine, fastest.layout, timings)
     return fastest.layout
 
 
