@@ -18,12 +18,14 @@ import torch
 import sbkit
 from sbkit.data import publish
 from sbkit.errors import SbkitError
-from sbkit.export import graph, layout, parity, source
+from sbkit.export import gate, graph, layout, parity_report, source
 from sbkit.export.behaviour_trial import Trial, try_out
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Companion, Target
 from sbkit.export.exported import Exported
 from sbkit.export.formats import Formats, choose_formats
+from sbkit.export.measures import TOLERANCE
+from sbkit.export.parity import Comparison
 from sbkit.export.source import Trained
 from sbkit.runs.keys import Bundles
 from sbkit.score.report import model_card
@@ -59,7 +61,7 @@ class ExportRequest:
     accept_worse: bool = False
     formats: Sequence[str] | None = None
     force: bool = False
-    tolerance: float = parity.TOLERANCE
+    tolerance: float = TOLERANCE
     clips: int = 40
     target: str | None = None
     chunk: int | None = None
@@ -100,16 +102,16 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         writer.finish(comparison, config, trial)
         publish.publish(temporary, to, layout.FOLDER, request.force, keep, write_mark)
 
-    print(f"compared on {comparison.clips}:\n{comparison.table()}")
-    print(comparison.joining(), comparison.clip_names(), sep="", end="")
-    if comparison.has_words and layout.INT8 in comparison.formats():
-        print(f"{layout.INT8} has 8-bit weights, so some of its outputs differ: its {comparison.settings.rate} may be "
-              f"{parity.POINTS:g} point or {100 * parity.SHARE:.0f} % above that of {comparison.reference.title}, "
-              "whichever is more")
+    print(f"compared on {comparison.clips}:\n{parity_report.table(comparison)}")
+    print(parity_report.joined_words(comparison), parity_report.changed_clips(comparison), sep="", end="")
+    if comparison.words is not None and any(result.format == layout.INT8 for result in comparison.results):
+        print(f"{layout.INT8} has 8-bit weights, so some of its outputs differ: its {comparison.words.rate} may be "
+              f"{gate.INT8_POINTS:g} point or {100 * gate.INT8_SHARE:.0f} % above that of "
+              f"{comparison.reference.title}, whichever is more")
     for name, reason in config.left_out.items():
         print(f"left out: {name}, because {reason}")
-    if config.left_out and comparison.hint:
-        print(comparison.hint)
+    if config.left_out and writer.advice is not None:
+        print(writer.advice)
     _warn_of_other_search(trained.search_class, config)
     print(trial.line, end="")
     print(f"\n{request.to}  ({config.use.format(request.to)})")
@@ -140,6 +142,8 @@ class _BundleWriter:
         names = choose_formats(self.exported, request.formats)
         self.formats = Formats(folder, request.to.name, names, must_have_all=request.formats is not None)
         self.targets = self._targets()
+        self.advice: str | None = None
+        """What to do about formats that differ; known once they are compared."""
         self.companions: list[tuple[Companion, dict[str, str]]] = []
         """Those that have a wanted format, each with its files by format."""
         for companion in self.exported.companions:
@@ -161,7 +165,7 @@ class _BundleWriter:
                              hint=f"choose from {targets}" if targets else "leave out --target")
         return self.exported.target(request.target, request.chunk)
 
-    def write_and_compare(self) -> tuple[parity.Comparison, layout.Bundle]:
+    def write_and_compare(self) -> tuple[Comparison, layout.Bundle]:
         """Return the comparison and the configuration of a bundle whose model files are all written."""
         parts = len(self.formats.names) + len(self.targets) + len(self.companions)
         with progress(what="exporting", total=3 + 2 * parts, unit="step") as bar:
@@ -220,7 +224,7 @@ class _BundleWriter:
             target.write(self.folder, config)
 
     def _compare(self, clips: ComparisonClips, config: layout.Bundle, step: Callable[[str], None]
-                 ) -> parity.Comparison:
+                 ) -> Comparison:
         """Run the checkpoint and each format on the clips."""
         step("running the checkpoint")
         comparison = self.exported.comparison(clips, config, self.folder)
@@ -238,7 +242,7 @@ class _BundleWriter:
             target.compare(self.folder, config, comparison)
         return comparison
 
-    def _compare_format(self, name: str, comparison: parity.Comparison, config: layout.Bundle) -> None:
+    def _compare_format(self, name: str, comparison: Comparison, config: layout.Bundle) -> None:
         of_speechbrain = name == layout.SPEECHBRAIN
         files = [layout.RECIPE, layout.WEIGHTS, layout.TOKENIZER] if of_speechbrain else [layout.MODELS[name]]
         runner = self.exported.runner(name, self.folder, config)
@@ -250,42 +254,44 @@ class _BundleWriter:
             for mode, run in companion.runners(name, self.folder / file, config).items():
                 comparison.companions[companion.name][mode].add(name, run, layout.size(self.folder, file))
 
-    def _judge(self, comparison: parity.Comparison) -> None:
+    def _judge(self, comparison: Comparison) -> None:
         """Leave out the formats that differ from the checkpoint; raises if no other is left."""
-        tolerance = self.request.tolerance
+        self.advice = gate.advice(comparison)
         # Alone, because outputs that depend on the batch are the model's, and not the format's.
-        failures = {name: comparison.failures(tolerance, batching=False, of=name) for name in self.formats.names}
+        failures = gate.failures(comparison, self.request.tolerance, batching=False)
+        of_formats = {name: [failure for failure in failures if failure.format == name] for name in self.formats.names}
         if not self.formats.must_have_all:
-            for name in self.formats.names:
-                if name in self.formats.kept and failures[name]:
-                    reasons = [failure.removeprefix(f"{name}: ") for failure in failures[name]]
-                    self.formats.leave_out(name, "; ".join(reasons))
+            for name, of_format in of_formats.items():
+                if of_format and name in self.formats.kept:
+                    self.formats.leave_out(name, "; ".join(failure.public_reason for failure in of_format))
         if not self.formats.kept:
-            others = [f"{name}: {reason}" for name, reason in self.formats.left_out.items() if not failures[name]]
-            comparison.raise_if_any([*comparison.failures(tolerance, batching=False), *others])
+            others = [gate.Failure(name, reason) for name, reason in self.formats.left_out.items()
+                      if not of_formats[name]]
+            gate.refuse_if_any([*failures, *others], comparison)
         self.formats.refuse_if_only_programs_are_kept()
 
-    def _settle(self, config: layout.Bundle, comparison: parity.Comparison) -> layout.Bundle:
+    def _settle(self, config: layout.Bundle, comparison: Comparison) -> layout.Bundle:
         """Add what the comparison decides to a configuration; raises if the formats that are kept still differ."""
+        tolerance = self.request.tolerance
         left_out = self.formats.left_out | self.exported.left_out
         if left_out:
             config.left_out = {name: _without_folders(reason) for name, reason in left_out.items()}
             comparison.leave_out(config.left_out)
-        config.batching = comparison.batchable(self.request.tolerance)
-        comparison.raise_if_any(comparison.failures(self.request.tolerance, config.batching))
+        config.batching = comparison.is_batchable(tolerance)
+        gate.refuse_if_any(gate.failures(comparison, tolerance, config.batching), comparison)
         if not config.batching:
             logger.warning("Utterances have different outputs in a batch than alone, because layers of this model use "
                            "the padding. Each utterance will run alone")
         return config
 
-    def finish(self, comparison: parity.Comparison, config: layout.Bundle, trial: Trial) -> None:
+    def finish(self, comparison: Comparison, config: layout.Bundle, trial: Trial) -> None:
         """Write the comparison and the README, and last config.json with the fingerprints of all other files."""
         trial.add_to(config)
         request = self.request
         readme = self.exported.readme(request.to.name, config, comparison,
                                       [target.readme() for target in self.targets])
         readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.weights, self.trained.facts)
-        facts = {"tolerance": request.tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
+        facts = {"tolerance": request.tolerance, "threads": torch.get_num_threads(), **parity_report.facts(comparison)}
         text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
         (self.folder / layout.PARITY).write_text(text, encoding="utf-8")
         (self.folder / layout.README).write_text(readme + trial.sections, encoding="utf-8")

@@ -16,7 +16,8 @@ from sbkit.errors import SbkitError
 from sbkit.export import graph, layout, readme
 from sbkit.export.clips import Clip, ComparisonClips, choose_clips
 from sbkit.export.companion import Companion, OwnBundle, Target
-from sbkit.export.parity import Comparison, ComparisonSettings, Reference
+from sbkit.export.measures import OutputMeasure, ThresholdMeasure
+from sbkit.export.parity import Comparison, Reference, WordRules
 from sbkit.export.runners import Output, Runner, main_outputs, on_waveforms, open_runner, split_batch
 
 if TYPE_CHECKING:
@@ -176,9 +177,12 @@ class Exported:
         if self.labels:
             clips = dataclasses.replace(clips, alone=[
                 Clip(clip.signal, reference_text(clip), clip.name) for clip in clips.alone])
-        settings = ComparisonSettings(text=text if self.labels else None, rate="label errors",
-                                      outputs=names if len(names) > 1 else (), thresholds=self.thresholds)
-        return Comparison(clips, Reference(self.reference(config)), config.sample_rate, settings)
+        of_several = names if len(names) > 1 else ()
+        measure = OutputMeasure(names=of_several)
+        if self.thresholds is not None:
+            measure = ThresholdMeasure(self.thresholds, of_several)
+        words = WordRules(text=text, rate="label errors") if self.labels else None
+        return Comparison(clips, Reference(self.reference(config)), config.sample_rate, measure, words)
 
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
         """Return the models for the programs of one of ``targets``; those that can't be made are refused.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from sbkit.decode.spans import PAUSE_SECONDS, Spelling
-from sbkit.export import layout
+from sbkit.export import layout, parity_report
 from sbkit.export.layout import Bundle, Config, GraphConfig, LabelsConfig
 from sbkit.export.parity import Comparison
 
@@ -155,7 +155,7 @@ def compared(comparison: Comparison) -> str:
     if comparison.left_out:
         reasons = "".join(f"- {name}: {reason}\n" for name, reason in comparison.left_out.items())
         left_out = f"\nFormats that could not be made or differ too much are left out:\n\n{reasons}"
-    joining = comparison.joining()
+    joining = parity_report.joined_words(comparison)
     if joining:
         joining = f"\n{joining}"
     return f"""## What was compared
@@ -163,7 +163,7 @@ def compared(comparison: Comparison) -> str:
 On {comparison.clips}. The first row is {comparison.reference.title}.
 
 ```
-{comparison.table()}
+{parity_report.table(comparison)}
 ```
 {joining}{left_out}
 `config.json` has what a program needs to run the model, `parity.json` these numbers.

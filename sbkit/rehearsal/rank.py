@@ -372,10 +372,10 @@ class _PlannedFailure(Exception):
 
 def export(job: Mapping[str, Any], diary: Diary) -> int:
     """Export the run, and open the exported program on the card."""
-    from sbkit.export import bundle, clips, layout, parity
+    from sbkit.export import bundle, clips, gate, layout
 
     diary.begin_stage("export")
-    parity.POINTS = float("inf")  # in int8, hypotheses of untrained weights differ at random
+    gate.INT8_POINTS = float("inf")  # in int8, hypotheses of untrained weights differ at random
     clips.LONGER = 0.0  # large graphs would run for minutes on this machine's CPU
     run, to = Path(job["folder"], "run"), Path(job["folder"], "bundle")
     bundle.export(bundle.ExportRequest(run, to, clips=2), BundleLoader())

@@ -19,7 +19,7 @@ from onnx_text import write
 from sbkit.data.columns import LabelColumn
 from sbkit.data.corpus import Corpus
 from sbkit.errors import SbkitError
-from sbkit.export import graph, source
+from sbkit.export import gate, graph, parity_report, source
 from sbkit.export.bundle import complete
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.exported import Exported
@@ -138,8 +138,8 @@ def test_a_difference_is_told_with_clip_output_and_frame(how):
                             "x", 1.0)
     comparison = exported.comparison(clips, SHORT, None)
     comparison.add("onnx", lambda signals: [(change(signal), -signal) for signal in signals], 1)
-    (failure,) = comparison.failures()
-    assert re.search(told, failure), failure
+    (failure,) = gate.failures(comparison)
+    assert re.search(told, str(failure)), failure
 
 
 def test_a_checkpoint_that_gives_nan_is_no_reference():
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_gives_nan_is_no_reference():
     clips = ComparisonClips([Clip(SIGNALS[0], None, "short")], "x", 1.0)
     comparison = exported.comparison(clips, SHORT, None)
     comparison.add("onnx", lambda signals: list(signals), 1)
-    assert "the checkpoint's is not a number" in comparison.failures()[0]
+    assert "the checkpoint's is not a number" in str(gate.failures(comparison)[0])
 
 
 @pytest.mark.parametrize("wrong, rate", [(0, 0.0), (1, 25.0)])
@@ -173,14 +173,14 @@ def test_a_classifier_is_compared_with_its_own_column_and_not_with_transcripts(t
 
     exported.forward = forward
     comparison = exported.comparison(clips, SHORT, None)
-    assert comparison.results[0].wer == rate and "label errors %" in comparison.table()
+    assert comparison.of_reference.wer == rate and "label errors %" in parity_report.table(comparison)
 
 
 def test_a_transcript_that_is_no_label_is_no_reference():
     exported = made(labels=["low", "high"])
     exported.forward = lambda signal, samples: torch.tensor([[0.0, 1.0]])
     clips = ComparisonClips([Clip(SIGNALS[0], "high", "one"), Clip(SIGNALS[1], "a word", "other")], "x", 1.0)
-    assert exported.comparison(clips, SHORT, None).results[0].wer == 0.0
+    assert exported.comparison(clips, SHORT, None).of_reference.wer == 0.0
 
 
 def test_several_labels_are_compared_by_those_that_reach_their_thresholds():
@@ -189,9 +189,10 @@ def test_several_labels_are_compared_by_those_that_reach_their_thresholds():
     config = LabelsConfig(sample_rate=16_000, outputs=["scores"], labels=["a", "b", "c"], thresholds=[0.5, 0.2, -1.0])
     clips = ComparisonClips([Clip(signal, "a text", str(i)) for i, signal in enumerate(SIGNALS)], "x", 1.0)
     comparison = exported.comparison(clips, config, None)
-    assert comparison.texts == ["0 1", "0 1 2"] and comparison.results[0].wer is None
+    assert comparison.texts == ["0 1", "0 1 2"] and comparison.of_reference.wer is None
     said = dict(zip(map(len, SIGNALS), comparison.expected, strict=True))
     tie = comparison.add("onnx", lambda signals: [said[len(signals[0])] - np.float32(5e-5)], 1, False)
-    assert tie.words_changed == 0 and comparison.failures() == [], "rounding decides whether b has its 0.2"
+    assert tie.words_changed == 0 and gate.failures(comparison) == [], "rounding decides whether b has its 0.2"
     comparison.add("int8", lambda signals: [np.array([0.6, 0.1, -2.0])], 1, False)
-    assert comparison.failures() == ["int8: label errors 60.00 % where the checkpoint has 0.00 %"]
+    (failure,) = gate.failures(comparison)
+    assert str(failure) == "int8: label errors 60.00 % where the checkpoint has 0.00 %"

@@ -7,16 +7,21 @@ import pytest
 
 from sbkit.decode.spans import Spelling
 from sbkit.errors import SbkitError
-from sbkit.export import parity
+from sbkit.export import gate, parity_report
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.layout import Config
-from sbkit.export.parity import ComparisonSettings, Reference
+from sbkit.export.measures import Difference
+from sbkit.export.parity import Comparison, ParityResult, Reference, WordRules
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc.exported import compared
 
 SYMBOLS = ["<blk>", "▁", "a", "b"]
 CONFIG = Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=4)
 SPELLING = Spelling(SYMBOLS, 0.04)
+
+
+def failures(comparison, *tolerance, **how):
+    return [str(failure) for failure in gate.failures(comparison, *tolerance, **how)]
 
 
 def tokenizer_text(spans):
@@ -26,32 +31,35 @@ def tokenizer_text(spans):
 def _comparison(texts, wers, formats):
     clips = [Clip(np.zeros(16, np.float32), None, str(number)) for number, _ in enumerate(texts)]
     words = iter([texts[-1], *texts])  # the last clip runs once more, to warm up
-    comparison = parity.Comparison(ComparisonClips(clips, "x", 1.0), Reference(lambda signal: next(words)), 16_000,
-                                   ComparisonSettings(text=lambda output: output))
-    comparison.results = [parity.ParityResult(name, 1, 0.0, 0.0, changed, wer, wer_of, 0.1)
-                          for (name, changed, wer_of), wer in zip(formats, wers, strict=True)]
+    comparison = Comparison(ComparisonClips(clips, "x", 1.0), Reference(lambda signal: next(words)), 16_000,
+                            words=WordRules(text=lambda output: output))
+    same = Difference(0.0, "")
+    of_reference, *comparison.results = [
+        ParityResult(format=name, bytes=1, difference=same, batch_difference=same, wer=wer, wer_of_checkpoint=wer_of)
+        for (name, wer_of), wer in zip(formats, wers, strict=True)]
+    comparison.of_reference = of_reference
     return comparison
 
 
 @pytest.mark.parametrize("mine, theirs, passes", [(10.0, 10.9, True), (10.0, 11.2, False), (40.0, 43.9, True),
                                                   (40.0, 44.1, False), (10.0, 5.0, True), (10.0, float("nan"), False)])
 def test_eight_bits_are_judged_by_what_they_cost_in_wer(mine, theirs, passes):
-    comparison = _comparison(["a"] * 10, [mine, theirs], [("checkpoint", 0, 0.0), ("int8", 3, 2.0)])
-    assert (comparison.failures() == []) == passes
+    comparison = _comparison(["a"] * 10, [mine, theirs], [("checkpoint", 0.0), ("int8", 2.0)])
+    assert (failures(comparison) == []) == passes
 
 
 def test_without_references_eight_bits_are_judged_by_the_checkpoints_words():
     for changed, passes in ((0.5, True), (3.0, False)):
-        comparison = _comparison(["a"], [None, None], [("checkpoint", 0, 0.0), ("int8", 1, changed)])
-        assert (comparison.failures() == []) == passes
+        comparison = _comparison(["a"], [None, None], [("checkpoint", 0.0), ("int8", changed)])
+        assert (failures(comparison) == []) == passes
 
 
 @pytest.mark.parametrize("changed, passes", [(1, True), (2, True), (3, False)])
 def test_a_program_that_gives_words_alone_may_miss_one_in_fifty_clips(changed, passes):
-    comparison = _comparison(["a"] * 100, [10.0], [("checkpoint", 0, 0.0)])
+    comparison = _comparison(["a"] * 100, [10.0], [("checkpoint", 0.0)])
     said = iter(["a"] + ["b"] * changed + ["a"] * (100 - changed))  # the first one warms up
     assert comparison.add_words("sherpa", lambda signal: next(said), 7).words_changed == changed
-    assert (comparison.failures() == []) == passes
+    assert (failures(comparison) == []) == passes
 
 
 @pytest.mark.parametrize("margin, changed", [(0.5, 1), (1e-4, 0)])
@@ -61,7 +69,7 @@ def test_a_program_that_gets_the_same_waveform_may_change_words_in_a_tie_alone(c
     said[1][0, 0], said[1][0, 1] = best[0], best[0] - margin
     made.add_words("sherpa", lambda signal: "ba" if signal[0] == 1 else "bb a", 7, same_waveform=True)
     assert made.results[-1].words_changed == changed
-    assert made.failures() == ["sherpa: 1 of 2 clips have different words (1)"][:changed]
+    assert failures(made) == ["sherpa: 1 of 2 clips have different words (1)"][:changed]
 
 
 def _scores(ids):
@@ -88,44 +96,46 @@ def compared_with(title, name="checkpoint"):
 
 def test_words_that_rounding_decides_are_no_change(comparison):
     made, expected = comparison[0], np.log(np.array([[0.5, 0.49999, 0.00001]]))
-    assert made.tied(expected, expected[:, [1, 0, 2]])
-    assert not made.tied(np.log([[0.6, 0.3, 0.1]]), np.log([[0.3, 0.6, 0.1]]))
+    assert made.measure.is_tied(expected, expected[:, [1, 0, 2]])
+    assert not made.measure.is_tied(np.log([[0.6, 0.3, 0.1]]), np.log([[0.3, 0.6, 0.1]]))
 
 
 def test_what_each_format_did_is_counted(comparison):
     made, said = comparison
-    assert made.texts == ["ab", "bb a"] and made.results[0].wer == pytest.approx(100 / 3)
+    assert made.texts == ["ab", "bb a"] and made.of_reference.wer == pytest.approx(100 / 3)
     same = made.add("onnx", lambda signals: [said[int(each[0])] for each in signals], 7)
-    assert (same.difference, same.batch_difference, same.words_changed, same.bytes) == (0.0, 0.0, 0, 7)
-    assert same.wer == made.results[0].wer and same.wer_of_checkpoint == 0.0
+    assert (same.difference.size, same.batch_difference.size, same.words_changed, same.bytes) == (0.0, 0.0, 0, 7)
+    assert same.wer == made.of_reference.wer and same.wer_of_checkpoint == 0.0
     off = made.add("torch", lambda signals: [said[int(each[0])] + 0.5 * (len(signals) > 1) for each in signals], 7)
-    assert (off.difference, off.batch_difference) == (0.0, 0.5)
+    assert (off.difference.size, off.batch_difference.size) == (0.0, 0.5)
     other = made.add("int8", lambda signals: [_scores([1, 3, 0, 0])[: len(said[int(each[0])])] for each in signals], 7)
     assert other.words_changed == 2 and other.wer_of_checkpoint == pytest.approx(100.0)
     words = made.add_words("sherpa", lambda signal: "ab" if signal[0] == 1 else "bb  a", 7)
     assert words.words_changed == 0 and words.difference is None
-    failures = made.failures()
-    assert len(failures) == 2 and "torch: log-probabilities differ by 0.5" in failures[0] and "int8: WER" in failures[1]
-    assert made.failures(batching=False) == failures[1:], "a model that runs alone is compared alone"
+    off_failure, other_failure = failures(made)
+    assert "torch: log-probabilities differ by 0.5" in off_failure and "int8: WER" in other_failure
+    assert failures(made, batching=False) == [other_failure], "a model that runs alone is compared alone"
     with pytest.raises(SbkitError, match="nothing was published"):
-        made.raise_if_any(failures)
-    assert list(made.facts()["formats"]) == ["checkpoint", "onnx", "torch", "int8", "sherpa"]
-    assert made.facts()["clips"]["seconds"] == 3.0
-    assert made.clip_names() == "int8: other words in 1, 2\n" and "changed" not in made.facts()["formats"]["int8"]
+        gate.refuse_if_any(gate.failures(made), made)
+    assert list(parity_report.facts(made)["formats"]) == ["checkpoint", "onnx", "torch", "int8", "sherpa"]
+    assert parity_report.facts(made)["clips"]["seconds"] == 3.0
+    assert parity_report.changed_clips(made) == "int8: other words in 1, 2\n"
+    assert "changed" not in parity_report.facts(made)["formats"]["int8"]
 
 
 def test_a_refusal_for_rounding_says_which_tolerance_would_do_below_the_table(capsys):
     made, said = compared_with("the imported model", "its authors")
     made.add("onnx", lambda signals: [said[int(each[0])] + 0.01 for each in signals], 7)
     with pytest.raises(SbkitError, match="the bundle does not match the imported model") as refused:
-        made.raise_if_any(made.failures())
-    assert capsys.readouterr().out == f"compared on {made.clips}:\n{made.table()}\n"
-    assert made.table() not in refused.value.message and made.table().splitlines()[2].startswith("its authors")
+        gate.refuse_if_any(gate.failures(made), made)
+    assert capsys.readouterr().out == f"compared on {made.clips}:\n{parity_report.table(made)}\n"
+    assert parity_report.table(made) not in refused.value.message
+    assert parity_report.table(made).splitlines()[2].startswith("its authors")
     assert "--tolerance 0.02 may be good enough" in refused.value.hint
-    assert made.failures(0.02) == [] and "where the imported model has" in made.failures()[0]
+    assert failures(made, 0.02) == [] and "where the imported model has" in failures(made)[0]
     made.add("torch", lambda signals: [said[int(each[0])][:, ::-1] for each in signals], 7)
     with pytest.raises(SbkitError) as refused:
-        made.raise_if_any(made.failures())
+        gate.refuse_if_any(gate.failures(made), made)
     assert refused.value.hint is None, "other words are no rounding"
 
 
@@ -135,14 +145,14 @@ def test_what_further_graphs_do_is_judged_and_shown_too(comparison):
                      SPELLING, tokenizer_text, 16_000)
     made.companions["stream"] = {"320 ms": other}
     other.add("onnx", lambda signals: [said[int(each[0])] - 0.5 for each in signals], 9)
-    assert made.failures() == []
-    assert list(made.facts()["stream"]["320 ms"]) == ["checkpoint", "onnx"]
-    head, _, first, second, third = made.table().splitlines()
+    assert failures(made) == []
+    assert list(parity_report.facts(made)["stream"]["320 ms"]) == ["checkpoint", "onnx"]
+    head, _, first, second, third = parity_report.table(made).splitlines()
     assert first.startswith("checkpoint") and second.startswith("stream, 320 ms, checkpoint")
     where = slice(head.index("max difference"), head.index("clips changed"))
     assert [line[where].strip() for line in (first, second, third)] == ["", "", "0"], "none has one from itself"
     other.add("torch", lambda signals: [said[int(each[0])] - 0.5 * len(signals) for each in signals], 9)
-    assert made.failures(batching=False) == [
+    assert failures(made, batching=False) == [
         "stream, 320 ms, torch: log-probabilities differ by 0.5, but only 0.001 is allowed (1, frame 0 of 4: -9 where "
         "the checkpoint has -8.5, in a batch)"]
 
@@ -177,16 +187,16 @@ def paused():
 
 def test_words_that_a_program_joins_across_a_pause_are_told_and_no_refusal(paused):
     made, said = paused
-    assert made.texts == ["a b", "bb"] and made.results[0].wer == 0.0
+    assert made.texts == ["a b", "bb"] and made.of_reference.wer == 0.0
     words = {1: "ab", 2: "bb"}
     speechbrain = made.add("speechbrain", Program(said, words), 7, batches=False)
     sherpa = made.add_words("sherpa", lambda signal: words[int(signal[0])], 7, same_waveform=True)
     for found in (speechbrain, sherpa):
         assert (found.words_changed, found.words_joined) == (0, 1) and found.wer == pytest.approx(200 / 3)
-    assert made.failures() == []
-    assert made.table().count("0 (1 joined)") == 2
-    assert "speechbrain in 1 of 2 clips, sherpa in 1 of 2 clips" in made.joining()
-    assert made.facts()["formats"]["sherpa"]["words_joined"] == 1
+    assert failures(made) == []
+    assert parity_report.table(made).count("0 (1 joined)") == 2
+    assert "speechbrain in 1 of 2 clips, sherpa in 1 of 2 clips" in parity_report.joined_words(made)
+    assert parity_report.facts(made)["formats"]["sherpa"]["words_joined"] == 1
 
 
 def test_other_words_of_a_program_are_a_change_beside_joined_ones(paused):
@@ -194,7 +204,7 @@ def test_other_words_of_a_program_are_a_change_beside_joined_ones(paused):
     other = made.add("speechbrain", Program(said, {1: "ab", 2: "b b"}), 7, batches=False)
     assert (other.words_changed, other.words_joined) == (1, 1) and other.changed == ["2"]
     made.add_words("sherpa", lambda signal: "ba" if signal[0] == 1 else "bb", 7, same_waveform=True)
-    assert made.failures() == ["speechbrain: 1 of 2 clips have different words (2)",
+    assert failures(made) == ["speechbrain: 1 of 2 clips have different words (2)",
                                "sherpa: 1 of 2 clips have different words (1)"]
 
 
@@ -204,7 +214,7 @@ def test_a_bundle_that_makes_other_words_of_the_same_log_probabilities_is_refuse
     other = compared(made.clips, Vocabulary(SYMBOLS, slower), Reference(lambda signal: said[int(signal[0])]), SPELLING,
                      tokenizer_text, 16_000)
     found = other.add("onnx", lambda signals: [said[int(signal[0])] for signal in signals], 7)
-    assert found.difference == 0.0 and other.failures() == ["onnx: 1 of 2 clips have different words (1)"]
+    assert found.difference.size == 0.0 and failures(other) == ["onnx: 1 of 2 clips have different words (1)"]
 
 
 def test_a_tokenizer_that_writes_other_letters_than_the_bundle_is_refused(paused):

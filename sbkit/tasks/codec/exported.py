@@ -19,8 +19,9 @@ from sbkit.export import graph, layout, readme
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
+from sbkit.export.measures import OutputMeasure
 from sbkit.export.padding import pad
-from sbkit.export.parity import Comparison, ComparisonSettings, Reference
+from sbkit.export.parity import Comparison, Reference
 from sbkit.export.runners import Runner, open_runner
 from sbkit.nn.codec.coder import Coder, Decode, Encode
 
@@ -43,22 +44,22 @@ class Decoded(nn.Module):
         return self.decode(codes, frames), frames * self.stride
 
 
-class CodesComparison(Comparison):
-    """Compares codes by the share that differs; different numbers of frames fail."""
+class CodesMeasure(OutputMeasure):
+    """Measures codes [T, Q] by the share that differs; different numbers of frames fail."""
 
-    def __init__(self, clips: ComparisonClips, reference: Reference, sample_rate: float):
-        super().__init__(clips, reference, sample_rate, ComparisonSettings(what="codes"))
+    def __init__(self) -> None:
+        super().__init__("codes")
 
-    def max_difference(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
-        if any(mine.shape != theirs.shape for mine, theirs in zip(expected, found, strict=True)):
+    def largest(self, expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> float:
+        if any(codes.shape != exported.shape for codes, exported in zip(expected, outputs, strict=True)):
             return float("inf")
-        return float(np.mean(np.concatenate(expected) != np.concatenate(found)))
+        return float(np.mean(np.concatenate(expected) != np.concatenate(outputs)))
 
-    def threshold(self, tolerance: float) -> float:
+    def allowed(self, tolerance: float) -> float:
         return OTHER_CODES
 
-    def shown(self, apart: float) -> str:
-        return f"{apart:.2%}" if math.isfinite(apart) else "their number"
+    def shown(self, difference: float) -> str:
+        return f"{difference:.2%}" if math.isfinite(difference) else "their number"
 
 
 class DecoderGraph(Companion):
@@ -89,7 +90,7 @@ class DecoderGraph(Companion):
                        for clip in clips.alone]
         codes = [Clip(each.numpy(), None, clip.name) for each, clip in zip(encoded, clips.alone, strict=True)]
         comparison = Comparison(ComparisonClips(codes, clips.origin, clips.longest), Reference(self._decoded),
-                                config.sample_rate / config.stride, ComparisonSettings(what="samples"))
+                                config.sample_rate / config.stride, OutputMeasure("samples"))
         return {"from its codes": comparison}
 
     def runners(self, name: str, path: Path, config: layout.CodecConfig) -> Mapping[str, Runner]:
@@ -134,8 +135,8 @@ class ExportedCodec(Exported):
         save_file(weights(self.coder), folder / layout.WEIGHTS,
                   {"codec": config.codec, "definition": json.dumps(self.coder.definition())})
 
-    def comparison(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path) -> CodesComparison:
-        return CodesComparison(clips, Reference(self.reference(config)), config.sample_rate)
+    def comparison(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path) -> Comparison:
+        return Comparison(clips, Reference(self.reference(config)), config.sample_rate, CodesMeasure())
 
     def readme(self, name: str, config: layout.CodecConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:

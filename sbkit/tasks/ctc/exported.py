@@ -14,7 +14,8 @@ from sbkit.export import layout
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Target
 from sbkit.export.layout import Config
-from sbkit.export.parity import Comparison, ComparisonSettings, Reference
+from sbkit.export.measures import OutputMeasure
+from sbkit.export.parity import Comparison, Reference, WordRules
 from sbkit.export.runners import Runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc import readme, sherpa, speechbrain_folder
@@ -39,8 +40,7 @@ def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Referenc
         vocabulary.check(spans.ids)
         return vocabulary.spelling.text(spans)
 
-    return Comparison(clips, reference, sample_rate, ComparisonSettings(
-        what="log-probabilities",
+    return Comparison(clips, reference, sample_rate, OutputMeasure("log-probabilities"), WordRules(
         text=text,
         reference_text=lambda output: spelling.text(_spans(output, blank)),
         joined_text=lambda output: tokenizer_text(_spans(output, blank)),

@@ -14,7 +14,7 @@ from sbkit.export import graph, layout, readme
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
-from sbkit.export.parity import Comparison, ComparisonSettings, Reference
+from sbkit.export.parity import Comparison, Reference
 from sbkit.export.runners import Runner, open_runner
 from sbkit.nn.enhance import Enhancer
 
@@ -71,7 +71,7 @@ class EnhancerStreams(Companion):
     def comparisons(self, clips: ComparisonClips, config: layout.EnhancerConfig, folder: Path
                     ) -> Mapping[str, Comparison]:
         reference = Reference(self.exported.reference(config))
-        return {f"{seconds:g} s": Comparison(clips, reference, config.sample_rate, ComparisonSettings())
+        return {f"{seconds:g} s": Comparison(clips, reference, config.sample_rate)
                 for seconds in PIECES}
 
     def runners(self, name: str, path: Path, config: layout.EnhancerConfig) -> Mapping[str, Runner]:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from sbkit.export import graph, layout
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Target
 from sbkit.export.layout import TransducerConfig
-from sbkit.export.parity import Comparison, ComparisonSettings, ParityResult, Reference
+from sbkit.export.measures import OutputMeasure
+from sbkit.export.parity import Comparison, ParityResult, Reference, WordRules
 from sbkit.export.runners import Runner, open_runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.transducer import TransducerHead
@@ -54,6 +55,23 @@ class Joiner(Prediction):
         return self.head.join(encoded, predicted)
 
 
+class SearchMeasure(OutputMeasure):
+    """Measures states [T, J] and log-probabilities [N, V] of a search; the latter decide what is a tie."""
+
+    def __init__(self) -> None:
+        super().__init__("states or log-probabilities", ("states", "log_probs"))
+
+    def is_undecided(self, expected: tuple[np.ndarray, np.ndarray]) -> bool:
+        _, log_probs = expected
+        return super().is_undecided(log_probs)
+
+    def is_tied(self, expected: tuple[np.ndarray, np.ndarray], output: tuple[np.ndarray, np.ndarray]) -> bool:
+        """Whether a search differs from the checkpoint's only where the latter scores two tokens almost equally."""
+        _, log_probs = expected
+        _, exported_log_probs = output
+        return super().is_tied(log_probs, exported_log_probs)
+
+
 class TransducerComparison(Comparison):
     """Compares the encoder's states, the joint network's scores during a search, and the words found.
 
@@ -79,9 +97,7 @@ class TransducerComparison(Comparison):
             path = self._paths[signal.tobytes()] = SearchPath.of(spans, len(states), own)
             return states, path.scores(own, states)
 
-        super().__init__(clips, replace(reference, run=expected), sample_rate, ComparisonSettings(
-            what="states or log-probabilities",
-            outputs=("states", "log_probs"),
+        super().__init__(clips, replace(reference, run=expected), sample_rate, SearchMeasure(), WordRules(
             text=lambda output: exported_spelling.text(_search(exported, output[0])),
             reference_text=lambda output: spelling.text(self._spans[output[0].tobytes()]),
             joined_text=lambda output: tokenizer_text(self._spans[output[0].tobytes()]),
@@ -93,13 +109,6 @@ class TransducerComparison(Comparison):
                     for signal, states in zip(signals, run(signals), strict=True)]
 
         return super().add(name, both, size, batches)
-
-    def undecided(self, expected: Any) -> bool:  # a pair of arrays
-        return super().undecided(expected[1])
-
-    def tied(self, expected: Any, found: Any) -> bool:  # pairs of arrays
-        """Whether a search differs from the checkpoint's only where the latter scores two tokens almost equally."""
-        return super().tied(expected[1], found[1])
 
 
 class SearchPath(NamedTuple):

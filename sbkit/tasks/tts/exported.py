@@ -15,8 +15,9 @@ from sbkit.data.text import TextRules
 from sbkit.export import graph, layout, readme
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.exported import Exported
+from sbkit.export.measures import OutputMeasure
 from sbkit.export.padding import pad
-from sbkit.export.parity import Comparison, ComparisonSettings, Reference
+from sbkit.export.parity import Comparison, Reference, WordRules
 from sbkit.export.runners import Runner, open_runner
 from sbkit.nn.codec.spectral_loss import DECIBELS, MelDistance
 from sbkit.nn.voice.voice import VoiceModel
@@ -39,39 +40,49 @@ _EXAMPLE = (2, 17)  # texts and symbols to trace with
 _BEYOND = 1.25  # length of the long text, as a multiple of the longest of the test split
 
 
-class SoundComparison(Comparison):
-    """Compares sound: by how many decibels mel spectra differ, and by a recogniser's transcripts."""
+class SpectraMeasure(OutputMeasure):
+    """Measures sound [S] by how many decibels mel spectra differ, a mean over the clips."""
 
-    def __init__(self, clips: ComparisonClips, reference: Reference, sample_rate: int, transcribe: Transcribe | None):
+    def __init__(self, sample_rate: int):
+        super().__init__("spectra")
         self._distance = MelDistance(sample_rate)
-        symbols = sum(len(clip.signal) for clip in clips.alone)
-        seconds = sum(len(reference.run(clip.signal)) for clip in clips.alone) / sample_rate
-        symbols_per_second = symbols / seconds
-        settings = ComparisonSettings(
-            what="spectra", text=None if transcribe is None else lambda sound: transcribe([sound])[0],
-            max_changed_clips=max(1, int(OTHER_WORDS * len(clips.alone))))
-        super().__init__(replace(clips, longest=clips.longest / symbols_per_second), reference, symbols_per_second,
-                         settings)
-
-    def tied(self, expected: np.ndarray, found: np.ndarray) -> bool:
-        return False
 
     @torch.no_grad()
-    def max_difference(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
-        if not all(np.isfinite(sound).all() for sound in found):
+    def largest(self, expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> float:
+        if not all(np.isfinite(sound).all() for sound in outputs):
             return float("inf")
         distances = []
-        for mine, theirs in zip(expected, found, strict=True):
-            size = max(len(mine), len(theirs))
-            pair = (torch.from_numpy(np.pad(each, (0, size - len(each))))[None] for each in (theirs, mine))
+        for sound, exported in zip(expected, outputs, strict=True):
+            size = max(len(sound), len(exported))
+            pair = [torch.from_numpy(np.pad(part, (0, size - len(part))))[None] for part in (exported, sound)]
             distances.append(float(DECIBELS * self._distance(*pair, torch.tensor([size]))))
         return float(np.mean(distances))
 
-    def threshold(self, tolerance: float) -> float:
+    def allowed(self, tolerance: float) -> float:
         return MAX_DIFFERENCE
 
-    def shown(self, apart: float) -> str:
-        return f"{apart:.2g} dB"
+    def shown(self, difference: float) -> str:
+        return f"{difference:.2g} dB"
+
+    def is_tied(self, expected: np.ndarray, output: np.ndarray) -> bool:
+        return False  # samples are no scores of labels
+
+
+def sound_comparison(clips: ComparisonClips, reference: Reference, sample_rate: int, transcribe: Transcribe | None
+                     ) -> Comparison:
+    """Compare sound by its spectra, and by a recogniser's transcripts if there is one.
+
+    clips : texts, whose signals are ids of symbols
+    """
+    symbols = sum(len(clip.signal) for clip in clips.alone)
+    seconds = sum(len(reference.run(clip.signal)) for clip in clips.alone) / sample_rate
+    symbols_per_second = symbols / seconds
+    words = None
+    if transcribe is not None:
+        words = WordRules(text=lambda sound: transcribe([sound])[0],
+                          max_changed_clips=max(1, int(OTHER_WORDS * len(clips.alone))))
+    return Comparison(replace(clips, longest=clips.longest / symbols_per_second), reference, symbols_per_second,
+                      SpectraMeasure(sample_rate), words)
 
 
 @dataclass
@@ -166,8 +177,8 @@ class ExportedVoice(Exported):
         """Choose a speaker for each text, the same in any batch."""
         return np.array([int(ids.sum()) % self.keys.n_speakers for ids in texts])
 
-    def comparison(self, clips: ComparisonClips, config: layout.VoiceConfig, folder: Path) -> SoundComparison:
-        return SoundComparison(clips, Reference(self.reference(config)), config.sample_rate, self.transcribe)
+    def comparison(self, clips: ComparisonClips, config: layout.VoiceConfig, folder: Path) -> Comparison:
+        return sound_comparison(clips, Reference(self.reference(config)), config.sample_rate, self.transcribe)
 
     def readme(self, name: str, config: layout.VoiceConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sbkit.export import graph
+from sbkit.export import gate, graph, parity_report
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.layout import CodecConfig as Config
-from sbkit.export.parity import Reference
+from sbkit.export.parity import Comparison, Reference
 from sbkit.export.source import Trained
 from sbkit.nn.codec import CodecDecoder, CodecEncoder, Coder, FiniteScalars, LogMel, ResidualVectors, WaveHead
-from sbkit.tasks.codec.exported import OTHER_CODES, CodesComparison, ExportedCodec, fingerprint, reach
+from sbkit.tasks.codec.exported import OTHER_CODES, CodesMeasure, ExportedCodec, fingerprint, reach
 
 SIZE = {"size": 8, "hidden": 12}
 CONFIG = Config(sample_rate=16_000, codec="0" * 64, books=[40, 40], stride=320, context=9)
@@ -97,7 +97,7 @@ def test_a_codec_that_looks_at_the_mean_of_a_recording_may_look_at_everything():
 @pytest.mark.parametrize("share, passes", [(0.0, True), (OTHER_CODES / 2, True), (OTHER_CODES * 2, False)])
 def test_so_many_codes_may_differ_as_rounding_changes(share, passes):
     codes = {len(clip.signal): np.zeros((1000, 2), np.int64) for clip in clips().alone}
-    compared = CodesComparison(clips(), Reference(lambda signal: codes[len(signal)]), 16_000)
+    compared = Comparison(clips(), Reference(lambda signal: codes[len(signal)]), 16_000, CodesMeasure())
 
     def run(signals):
         found = [codes[len(each)].copy() for each in signals]
@@ -106,21 +106,21 @@ def test_so_many_codes_may_differ_as_rounding_changes(share, passes):
         return found
 
     compared.add("onnx", run, 1)
-    assert compared.batchable() == passes and {result.wer for result in compared.results} == {None}
-    assert (compared.failures() == []) == passes
+    assert compared.is_batchable() == passes and {result.wer for result in compared.results} == {None}
+    assert (gate.failures(compared) == []) == passes
     if not passes:
-        [failure] = compared.failures()
+        [failure] = gate.failures(compared)
         assert re.fullmatch(r"onnx: codes differ by 1\.00%, but only 0\.50% is allowed "
-                            r"\(.+, frame 0 of 1000: 1 where the checkpoint has 0\)", failure)
-        assert "1.00%" in compared.table() and "WER" not in compared.table()
+                            r"\(.+, frame 0 of 1000: 1 where the checkpoint has 0\)", str(failure))
+        assert "1.00%" in parity_report.table(compared) and "WER" not in parity_report.table(compared)
 
 
 def test_another_number_of_frames_never_passes():
-    compared = CodesComparison(clips(), Reference(lambda signal: np.zeros((9, 2), np.int64)), 16_000)
+    compared = Comparison(clips(), Reference(lambda signal: np.zeros((9, 2), np.int64)), 16_000, CodesMeasure())
     compared.add("onnx", lambda signals: [np.zeros((8, 2), np.int64) for _ in signals], 1)
-    [failure] = compared.failures()
+    [failure] = gate.failures(compared)
     assert re.fullmatch(r"onnx: codes differ by their number, but only 0\.50% is allowed "
-                        r"\(.+: \[8, 2\] where the checkpoint has \[9, 2\]\)", failure)
+                        r"\(.+: \[8, 2\] where the checkpoint has \[9, 2\]\)", str(failure))
 
 
 def test_a_decoder_is_compared_on_the_checkpoints_own_codes(tmp_path, monkeypatch):
@@ -137,14 +137,14 @@ def test_a_decoder_is_compared_on_the_checkpoints_own_codes(tmp_path, monkeypatc
     [(way, compared)] = decoder.comparisons(clips(), CONFIG, tmp_path).items()
     run = decoder.runners("onnx", tmp_path, CONFIG)[way]
     compared.add("onnx", run, 1)
-    assert compared.failures() == []
+    assert gate.failures(compared) == []
     own = made.encode(torch.from_numpy(clips().alone[-1].signal)[None], torch.tensor([20_800]))[0]
     assert any(codes.shape == own.shape and (codes == own.numpy()).all() for codes, _ in asked)
     asked += asked * 3
     compared.add("torch", run, 1)
-    [failure] = compared.failures()
+    [failure] = gate.failures(compared)
     assert re.fullmatch(r"torch: samples differ by 0\.01, but only 0\.001 is allowed "
-                        r"\(.+, frame \d+ of \d+: \S+ where the checkpoint has \S+, in a batch\)", failure)
+                        r"\(.+, frame \d+ of \d+: \S+ where the checkpoint has \S+, in a batch\)", str(failure))
 
 
 @pytest.mark.long

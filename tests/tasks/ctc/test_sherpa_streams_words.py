@@ -15,7 +15,7 @@ import sbkit.infer
 from sbkit.cli import main
 from sbkit.decode.greedy_stream import GreedyStream
 from sbkit.decode.spans import best_path, collapse
-from sbkit.export import clips, layout, source
+from sbkit.export import clips, gate, layout, parity_report, source
 from sbkit.export.layout import Config
 from sbkit.export.runners import open_runner
 from sbkit.export.vocabulary import Vocabulary
@@ -153,7 +153,8 @@ def tried(run, made, folder, chunk=None):
 
 def test_another_chunk_of_those_that_it_learnt_can_be_asked_for(run, made, sherpa_onnx, tmp_path):
     comparison = tried(run, made, tmp_path, 320)
-    assert comparison.failures() == [] and "sherpa stream, 320 ms, sherpa" in comparison.table()
+    assert gate.failures(comparison) == []
+    assert "sherpa stream, 320 ms, sherpa" in parity_report.table(comparison)
     recognizer = sherpa_onnx.OnlineRecognizer.from_nemo_ctc(
         model=str(tmp_path / "stream.sherpa.onnx"), tokens=str(tmp_path / "tokens.txt"), num_threads=1)
     assert np.allclose(result_of(recognizer, signals()[-1], 5_120).timestamps, starts(scores(made, signals()[-1], 8)))
@@ -171,8 +172,8 @@ def test_one_that_hears_other_words_in_sherpa_onnx_is_refused(run, made, sherpa_
 
     monkeypatch.setattr(sherpa_stream, "trace_module", lambda *_: None)
     monkeypatch.setattr(sherpa_stream, "write_onnx", write_forgetful)
-    failure, = tried(run, made, tmp_path).failures()
-    assert re.fullmatch(r"sherpa stream, 640 ms, sherpa: [2-5] of 5 clips have different words \(.+\)", failure)
+    failure, = gate.failures(tried(run, made, tmp_path))
+    assert re.fullmatch(r"sherpa stream, 640 ms, sherpa: [2-5] of 5 clips have different words \(.+\)", str(failure))
 
 
 @pytest.mark.parametrize("words, told", [

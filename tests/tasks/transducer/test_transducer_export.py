@@ -17,10 +17,9 @@ from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
 from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME, TransducerSearch
 from sbkit.export import layout
-from sbkit.export.parity import ComparisonSettings
 from sbkit.infer import load
 from sbkit.tasks.transducer import exported
-from sbkit.tasks.transducer.exported import SearchPath, TransducerComparison
+from sbkit.tasks.transducer.exported import SearchMeasure, SearchPath
 
 TRANSDUCER = RECIPE.with_name("transducer.yaml")
 
@@ -86,9 +85,7 @@ def test_the_path_of_a_search_asks_what_the_search_asked():
     ([[0.0, -1.0], [-1.00001, -1.0]], True), ([[-1.0, 0.0], [-1.00001, -1.0]], False)])
 def test_other_words_are_excused_where_the_search_parts_at_a_tie_alone(theirs, excused):
     mine = np.array([[0.0, -1.0], [-1.0, -1.00001]], np.float32)
-    comparison = TransducerComparison.__new__(TransducerComparison)
-    comparison.settings = ComparisonSettings()
-    assert comparison.tied((None, mine), (None, np.array(theirs, np.float32))) == excused
+    assert SearchMeasure().is_tied((None, mine), (None, np.array(theirs, np.float32))) == excused
 
 
 def export_of(run, *words):
