@@ -49,8 +49,8 @@ class LearningMonitor:
         """Whether the initial weights are those of a trained model."""
         return self.keys.pretrainer is not None or self.keys.init_from is not None
 
-    def begin_run(self, texts: Sequence[str], planned_steps: int, *, max_norm: float | None, anneals: bool,
-                  thaws_at: int, recipe_keys: Iterable[str],
+    def begin_run(self, texts: Sequence[str], planned_steps: int, *, step_limit: int | None, max_norm: float | None,
+                  anneals: bool, thaws_at: int, recipe_keys: Iterable[str],
                   schedule: Any) -> None:  # a Schedule, or a recipe's own that is like one
         """Compute the loss at chance from the training texts, and what the advice of warnings depends on.
 
@@ -64,6 +64,7 @@ class LearningMonitor:
         self.notices.setup = Setup(
             max_norm=max_norm,
             planned=planned_steps,
+            step_limit=step_limit,
             masks=masks is not None and getattr(masks, "ramp", None) is None,
             schedule=schedule,
             anneals=anneals,

@@ -53,7 +53,8 @@ class Setup(NamedTuple):
 
     max_norm : the norm at which gradients are clipped; None: they are not
     masks : features are masked from the first step on
-    planned : optimizer steps of the whole run
+    planned : optimizer steps of all epochs
+    step_limit : of the run, which may end it before (``optimizer_step_limit``)
     schedule : of the learning rate
     anneals : a scheduler of SpeechBrain sets it instead
     thaw : steps until the last frozen part trains
@@ -66,6 +67,7 @@ class Setup(NamedTuple):
     max_norm: float | None = None
     masks: bool = False
     planned: int = 0
+    step_limit: int | None = None
     schedule: Schedule | None = None
     anneals: bool = False
     thaw: int = 0
@@ -73,6 +75,11 @@ class Setup(NamedTuple):
     trained: bool = False
     fastest: float = 1.0
     keys: Container[str] = ("lr", "min_steps")
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run; 0: unknown."""
+        return min(filter(None, (self.planned, self.step_limit)), default=0)
 
     def option(self, name: str, otherwise: str) -> str:
         """Return the option that sets a value: the key of shipped recipes if there is one, otherwise ``otherwise``."""
@@ -178,7 +185,7 @@ class LearningNotices:
         patience: float = PATIENCE
         if setup.trained:
             fewest, most = TRAINED_PATIENCE
-            patience = min(most, max(fewest, TRAINED_SHARE * setup.planned))
+            patience = min(most, max(fewest, TRAINED_SHARE * setup.steps))
         patience *= min(MAX_TIMES, max(1.0, usual / peak))
         self._used_patience += EVERY * min(1.0, rate / peak) / patience
         self._highest_rate = max(self._highest_rate, rate)
@@ -234,8 +241,10 @@ class LearningNotices:
     def _leave_chance(self, usual: float) -> list[str]:
         """Return advice for a loss that stays at chance, the likeliest first."""
         setup, highest = self.setup, self._highest_rate
-        steps = max(1000, 200 * math.ceil(setup.planned / 100))
+        steps = max(1000, 200 * math.ceil(setup.steps / 100))
         more = f"more steps: {setup.option('min_steps', 'batching.min_steps')} {steps} or more in a new run"
+        if setup.steps < setup.planned:
+            more = f"more steps: --optimizer_step_limit {steps} or more"
         advice = [] if self._used_patience >= 1 else [more]
         parts = [part for part in ("encoder", "CNN", "Transformer") if part in setup.keys]
         if setup.trained and not setup.freezes and parts:
@@ -281,5 +290,5 @@ class LearningNotices:
         option = "--schedule.max_lr_at_chance" if held else self.setup.option("lr", "schedule.peak")
         lower = f"a third of the learning rate: {option} {reached / 3:.2g} (it has reached {reached:.2g})"
         steps = max(150, 2 * round(schedule.warmup_end()[0]))
-        too_long = 0 < self.setup.planned < 2 * steps
+        too_long = 0 < self.setup.steps < 2 * steps
         return [lower] if held or too_long else [lower, f"a longer warm-up: --schedule.warmup {steps}"]

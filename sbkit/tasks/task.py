@@ -309,7 +309,8 @@ class Task(Brain):
         watches_learning = self.learning is not None and not self.overridden_methods
         if self.learning is not None and watches_learning:
             self.learning.begin_run(
-                texts, steps, max_norm=self.max_grad_norm, anneals=self.annealing is not None, thaws_at=self.thaws_at,
+                texts, steps, step_limit=self.optimizer_step_limit, max_norm=self.max_grad_norm,
+                anneals=self.annealing is not None, thaws_at=self.thaws_at,
                 schedule=self.schedule if self.opt_class is not None else None, recipe_keys=vars(self.hparams))
 
         if self.schedule is not None and not self.test_only:

@@ -19,12 +19,12 @@ class Trial:
 
     def __init__(self, steps: int, loss, chance: float = CHANCE, rate: float | None = 0.002, warmup: float = 50,
                  setup: Setup | None = None, cut: int | None = None, folder=None, comparable: bool = True,
-                 limit: float | None = None, own: bool = True):
+                 limit: float | None = None, own: bool = True, planned: int | None = None):
         self.progress, self.notices, self.told = LearningProgress(chance), LearningNotices(), []
         self.schedule = Schedule(rate or 1.0, warmup, "constant", max_lr_at_chance=limit)
         self.schedule.total_steps = steps
         self.notices.setup = (setup or Setup())._replace(
-            planned=steps, schedule=self.schedule if own else None, anneals=not own)
+            planned=planned or steps, schedule=self.schedule if own else None, anneals=not own)
         noise = random.Random(7)
         for step in range(1, steps + 1):
             score = self.progress.score_at(step)
@@ -129,6 +129,12 @@ def test_a_run_that_does_not_learn_gets_a_notice_when_it_begins_and_when_it_is_o
 def test_advises_a_longer_warm_up_only_in_a_run_that_is_twice_as_long(planned, advised):
     (notice,) = Trial(planned, STANDS).told
     assert ("--schedule.warmup 150" in notice.text()) is advised
+
+
+def test_counts_the_steps_that_a_run_may_take_and_not_those_of_its_epochs():
+    (notice,) = Trial(200, STANDS, setup=Setup(step_limit=200), planned=4000).told
+    assert "--schedule.warmup" not in notice.text()
+    assert "more steps: --optimizer_step_limit 1000 or more" in notice.text()
 
 
 @pytest.mark.parametrize(("planned", "warned"), [(4000, 180), (600, 120), (150, 110)])

@@ -91,7 +91,7 @@ _LONGER = "Train longer before you try a language model, other data or another m
 class RunFinding(NamedTuple):
     """A finding; ``weight`` is roughly its share of the errors (or the time), ``place`` the section that shows it.
 
-    points : by how much fixing it could lower the WER at most, if known
+    points : by how much fixing it could lower the WER of the test at most, if known
     """
 
     weight: float
@@ -306,10 +306,10 @@ def _incomplete(run: RunData, rates: Sequence[tuple[int, float]]) -> list[RunFin
         earlier = values[-min(_MIN_VALIDATIONS, len(values))][1]
         last = values[-1][1]
         when = "over the last two epochs" if len(values) >= _MIN_VALIDATIONS else "in the last epoch"
-        points = min(earlier - last, last) if name == "WER" else None
+        # No possible gain: what an early epoch gains is on dev, and may be more than the whole WER of the test.
         return [RunFinding(
             _NOT_TRAINED_TO_ITS_END, f"Not trained to its end: the {name} was still falling",
-            f"It fell from {in_text(earlier)} to {in_text(last)} {when}. {_LONGER}.", "curves", points)]
+            f"On dev, it fell from {in_text(earlier)} to {in_text(last)} {when}. {_LONGER}.", "curves")]
 
     steps = run.epochs[-1].get("step", 0) if run.epochs else 0
     if 0 < steps < _SHORT_STEPS and max(len(rates), len(losses)) < _MIN_VALIDATIONS:

@@ -216,6 +216,7 @@ def test_says_first_that_a_model_is_not_trained_to_its_end(tmp_path, values, ste
     else:
         assert first.headline == f"Not trained to its end: {headline}"
         assert "Train longer before you try a language model" in first.detail
+        assert first.points is None, "the gain of an early epoch on dev is no possible gain of the test's WER"
 
 
 def test_says_first_that_a_run_has_not_finished_unless_it_has_tested(tmp_path):
