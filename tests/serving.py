@@ -23,12 +23,14 @@ import uvicorn
 import websockets
 from websockets.sync.client import connect
 
-from sbkit.serve import connection, registry
+from sbkit.serve import registry
 from sbkit.serve.access import ApiKeys
 from sbkit.serve.app import State, make_app
+from sbkit.serve.connection_limit import ConnectionLimit
 from sbkit.serve.corrections import Corrections
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.limits import MEGABYTE, Limits
+from sbkit.serve.protocols import protocol_options
 from sbkit.serve.served import BundleOptions
 from sbkit.serve.server import bind
 
@@ -114,8 +116,8 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
     """A server around the bundle that lies in ``folder``, or around those of a dictionary by name."""
     limits = limits or Limits(decoders=1)
     state = State(limits, corrections and Corrections(corrections, int(limits.max_corrections_mb * MEGABYTE)))
-    state.connection_limit = connection.ConnectionLimit(state.limits.max_connections, state.limits.client_share,
-                                                   state.metrics)
+    state.connection_limit = ConnectionLimit(state.limits.max_connections, state.limits.client_share,
+                                             state.metrics)
     if loaded:
         state.decoders = Decoders(state.limits, restarted=state.metrics.decoders.inc, disk=state.disk)
         state.decoders.check()
@@ -124,7 +126,7 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
     listening = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(
         make_app(state, ApiKeys(keys), origins, hosts), log_level="error", lifespan="on",
-        **connection.protocol_options(state.connection_limit), timeout_graceful_shutdown=5, proxy_headers=bool(proxies),
+        **protocol_options(state.connection_limit), timeout_graceful_shutdown=5, proxy_headers=bool(proxies),
         forwarded_allow_ips=",".join(proxies)))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()

@@ -30,7 +30,7 @@ from sbkit.infer.transcript import Transcript
 from sbkit.serve import clients, form, metrics, replies
 from sbkit.serve.access import AUTHORISED, REQUEST_ID, AccessControl, ApiKeys, Hosts
 from sbkit.serve.backlog import Work
-from sbkit.serve.connection import ConnectionLimit
+from sbkit.serve.connection_limit import ConnectionLimit
 from sbkit.serve.corrections import MAX_SECONDS as MAX_CORRECTED_SECONDS
 from sbkit.serve.corrections import Corrections, worth
 from sbkit.serve.decoders import Decoders, Wave

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
+
+from uvicorn import Config
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from sbkit.serve.errors import busy
 from sbkit.serve.job import Job
@@ -30,6 +34,21 @@ def address(scope: Mapping[str, Any]) -> str | None:
     if ip.version == 4:
         return str(ip)
     return str(ipaddress.ip_network((ip, _HOME_BITS), strict=False))
+
+
+def address_of_peer(peer: tuple[str, int] | None, config: Config) -> str | None:
+    """The address to count a connection for; None for a trusted proxy, whose connections are everybody's."""
+    if peer and config.proxy_headers:
+        trusted = config.forwarded_allow_ips
+        if _is_proxy(peer[0], trusted if isinstance(trusted, str) else ",".join(trusted)):
+            return None
+    return address({"client": peer})
+
+
+@functools.lru_cache(1024)
+def _is_proxy(host: str, trusted: str) -> bool:
+    app: Any = None  # never called
+    return host in ProxyHeadersMiddleware(app, trusted).trusted_hosts
 
 
 class Shares:

@@ -136,9 +136,10 @@ class _Server:
     def __init__(self, request: ServeRequest, bundles: dict[str, Path], keys: list[str], listening: socket.socket):
         import uvicorn
 
-        from sbkit.serve import connection
         from sbkit.serve.app import State, make_app
+        from sbkit.serve.connection_limit import ConnectionLimit, connection_budget
         from sbkit.serve.corrections import Corrections
+        from sbkit.serve.protocols import protocol_options
 
         self._request = request
         self._bundles = bundles
@@ -147,18 +148,17 @@ class _Server:
         if request.corrections is not None:
             corrections = Corrections(request.corrections, int(request.limits.max_corrections_mb * MEGABYTE))
         self.state = State(request.limits, corrections)
-        maximum, backlog = connection.connection_budget(request.limits)
+        maximum, backlog = connection_budget(request.limits)
         if maximum < request.limits.max_connections:
             print(f"at most {maximum} connections can be open, because of the limit of open files (ulimit -n)",
                   file=sys.stderr)
-        self.state.connection_limit = connection.ConnectionLimit(
-            maximum, request.limits.client_share, self.state.metrics)
+        self.state.connection_limit = ConnectionLimit(maximum, request.limits.client_share, self.state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host, bool(keys))
         app = make_app(self.state, ApiKeys(keys), request.allow_origins, hosts)
         grace: Any = request.grace_seconds  # typed as int, but fractions work
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
-            **connection.protocol_options(self.state.connection_limit), backlog=backlog,
+            **protocol_options(self.state.connection_limit), backlog=backlog,
             proxy_headers=bool(request.trust_proxies),
             forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
         self._error: BaseException | None = None

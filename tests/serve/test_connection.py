@@ -17,8 +17,9 @@ from uvicorn.server import ServerState
 from websockets.protocol import SERVER, Protocol
 from websockets.sync.client import connect
 
-from sbkit.serve import connection
-from sbkit.serve.connection import LiveSocket, TimedConnection
+from sbkit.serve import http_connection
+from sbkit.serve.http_connection import TimedConnection
+from sbkit.serve.live_socket import LiveSocket
 
 CONTINUATION, BINARY, PING = 0, 2, 9
 SMALLEST = b"\x82\x82\0\0\0\0\0\0"  # a frame of one sample
@@ -92,14 +93,14 @@ def test_an_upgrade_that_begins_no_handshake_is_a_400_and_the_end(server, reques
 
 
 def test_half_a_request_is_a_400_and_the_end_and_no_request_only_the_end(server, monkeypatch):
-    monkeypatch.setattr(connection, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(http_connection, "CHECK_SECONDS", 0.1)
     assert serving.exchange(server.port, b"GET / HT").startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert serving.exchange(server.port, b"") == b""
 
 
 @pytest.mark.slow
 def test_who_reads_no_answer_is_cut_off(server, monkeypatch):
-    monkeypatch.setattr(connection, "_SLOW_READER_SECONDS", 0.5)
+    monkeypatch.setattr(http_connection, "_SLOW_READER_SECONDS", 0.5)
     with sockets.create_connection(("127.0.0.1", server.port), timeout=10) as asking, pytest.raises(ConnectionError):
         asking.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2000)
         serving.until(lambda: asking.send(b"G") == 0)

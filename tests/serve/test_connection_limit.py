@@ -13,7 +13,7 @@ import serving
 from websockets.sync.client import connect
 
 from sbkit.errors import SbkitError
-from sbkit.serve import connection
+from sbkit.serve import connection_limit
 from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 
@@ -85,8 +85,8 @@ def files(monkeypatch):
     """Sets how many files this process may open, and gives the list of limits that it will set."""
     def allow(soft, hard):
         set_ = []
-        monkeypatch.setattr(connection.resource, "getrlimit", lambda what: (soft, hard))
-        monkeypatch.setattr(connection.resource, "setrlimit", lambda what, to: set_.append(to))
+        monkeypatch.setattr(connection_limit.resource, "getrlimit", lambda what: (soft, hard))
+        monkeypatch.setattr(connection_limit.resource, "setrlimit", lambda what, to: set_.append(to))
         return set_
 
     return allow
@@ -98,26 +98,26 @@ def files(monkeypatch):
 ])
 def test_as_many_as_open_files_allow(files, soft, hard, most, backlog):
     set_ = files(soft, hard)
-    assert connection.connection_budget(Limits()) == (most, backlog)
+    assert connection_limit.connection_budget(Limits()) == (most, backlog)
     assert all(new > soft and old == hard for new, old in set_ if soft != hard)
 
 
 def test_many_requests_need_no_more_files_than_there_are_connections(files):
     files(1024, 1024)
-    assert connection.connection_budget(Limits(max_requests=4096))[0] == 410
+    assert connection_limit.connection_budget(Limits(max_requests=4096))[0] == 410
 
 
 def test_too_few_files_are_told_at_the_start(files):
     files(99, 99)
     with pytest.raises(SbkitError, match=r"may open 99 files, but needs 100.*ulimit -n"):
-        connection.connection_budget(Limits())
+        connection_limit.connection_budget(Limits())
 
 
 def test_that_no_file_is_left_to_accept_with_is_said_once(caplog):
     """asyncio tells of it for each place in the queue, again and again."""
     told = []
     loop = type("Loop", (), {"default_exception_handler": lambda self, context: told.append(context)})()
-    house = connection.ConnectionLimit(4, 0.5, Metrics())
+    house = connection_limit.ConnectionLimit(4, 0.5, Metrics())
     for _ in range(1000):
         house.failed(loop, {"message": "socket.accept() out of system resource",
                             "exception": OSError(errno.EMFILE, "Too many open files")})

@@ -20,7 +20,7 @@ import soundfile
 from websockets.sync.client import connect
 
 from sbkit.errors import SbkitError
-from sbkit.serve import access, connection
+from sbkit.serve import access, http_connection
 from sbkit.serve.access import ApiKeys
 from sbkit.serve.limits import MEGABYTE, Limits
 
@@ -185,7 +185,7 @@ def test_an_upload_that_trickles_is_ended(hasty):
 
 def test_a_connection_that_never_asks_is_closed_and_one_in_work_is_not(small, monkeypatch):
     """Whether it is silent or sends its headers a letter at a time, before its first request or after one."""
-    monkeypatch.setattr(connection, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(http_connection, "CHECK_SECONDS", 0.1)
     for before in (b"", b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", small.port), timeout=10) as open_:
             open_.sendall(before)
