@@ -22,7 +22,7 @@ from sbkit.infer.voice import Voice
 L = TypeVar("L", bound=LoadedBundle[Any])
 
 #: The class that loads each kind of bundle. The kinds themselves are in ``sbkit.export.layout.KINDS``, what decodes
-#: recognisers in ``sbkit.infer.decoding.DECODERS``, and how a server runs each in ``sbkit.serve.registry.SERVED``.
+#: recognisers in ``sbkit.infer.decoding.DECODERS``, and how a server runs each in ``sbkit.serve.served_kinds.SERVED``.
 MODELS: layout.ByKind[type[LoadedBundle[Any]]] = layout.ByKind({
     layout.Config: Model,
     layout.VoiceConfig: Voice,

@@ -40,11 +40,13 @@ from sbkit.serve.form import CorrectionForm, Form, OutputsForm
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import LiveSessions
 from sbkit.serve.metrics import Metrics
-from sbkit.serve.registry import Registry, ServedGraph, ServedModel, ServedVoice, recognise
+from sbkit.serve.recording import recognise
+from sbkit.serve.registry import Registry
 from sbkit.serve.replies import Streamed
 from sbkit.serve.request_context import ClientDisconnected, RequestContext
 from sbkit.serve.request_slots import RequestSlots
 from sbkit.serve.served import Served
+from sbkit.serve.served_kinds import ServedGraph, ServedRecogniser, ServedVoice
 from sbkit.serve.speech import limit_size, read_request, stream_body, synthesise
 
 _log = logging.getLogger(__name__)
@@ -159,7 +161,7 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
         return JSONResponse({"object": "list", "data": data})
 
     async def transcriptions(request: Request) -> Response:
-        with _uploaded(state, slots, request, ServedModel) as (upload, context, reservation, stack):
+        with _uploaded(state, slots, request, ServedRecogniser) as (upload, context, reservation, stack):
             parsed = await context.read(form.read(upload, form.transcription, state.loaded))
             results = context.stream(lambda report: _transcribe(state, parsed, reservation, context, report),
                                      parsed.served.batcher.backlog)
@@ -183,7 +185,7 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
 
     async def add_correction(request: Request) -> Response:
         folder = corrections()
-        with _uploaded(state, slots, request, ServedModel) as (upload, context, reservation, _):
+        with _uploaded(state, slots, request, ServedRecogniser) as (upload, context, reservation, _):
             parsed = await context.read(form.read(upload, form.correction, state.loaded))
             return await anext(context.stream(lambda _: _correct(state, folder, parsed, reservation, context),
                                               parsed.served.batcher.backlog))

@@ -19,7 +19,8 @@ from sbkit.data.language_code import may_be_same
 from sbkit.serve.disk import disk_errors_as_api_error
 from sbkit.serve.errors import invalid, too_slow, unsupported
 from sbkit.serve.limits import Limits
-from sbkit.serve.registry import Registry, S, ServedGraph, ServedModel
+from sbkit.serve.registry import Registry, S
+from sbkit.serve.served_kinds import ServedGraph, ServedRecogniser
 from sbkit.serve.text import decode_utf8
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
@@ -44,7 +45,7 @@ class Form:
 
     upload: IO[bytes]
     """The upload, closed by the caller."""
-    served: ServedModel
+    served: ServedRecogniser
     response_format: str
     granularities: tuple[str, ...]
     stream: bool
@@ -67,7 +68,7 @@ class CorrectionForm:
 
     upload: IO[bytes]
     """The upload, closed by the caller."""
-    served: ServedModel
+    served: ServedRecogniser
     text: str
     heard: str | None
     """What the model recognised."""
@@ -140,7 +141,7 @@ def outputs(form: FormData, registry: Registry) -> OutputsForm:
 
 def correction(form: FormData, registry: Registry) -> CorrectionForm:
     """Check a form as a request to keep the words of a recording."""
-    served = _model(registry, ServedModel, form, _CORRECTION_FIELDS)
+    served = _model(registry, ServedRecogniser, form, _CORRECTION_FIELDS)
     return CorrectionForm(_file(form), served, _text(form, "text") or "", _text(form, "heard"))
 
 
@@ -157,7 +158,7 @@ def _model(registry: Registry, kind: type[S], form: FormData, known: frozenset[s
 
 def transcription(form: FormData, registry: Registry) -> Form:
     """Check a form as a request for a transcript."""
-    served = _model(registry, ServedModel, form, _FIELDS)
+    served = _model(registry, ServedRecogniser, form, _FIELDS)
     language = _text(form, "language")
     if language and not may_be_same(language, served.config.language):
         raise invalid(f"the model {served.name} is for {served.config.language!r}, not {language[:40]!r}", "language",

@@ -41,7 +41,8 @@ from sbkit.serve.errors import ApiError, failed, invalid, refused_for, too_late,
 from sbkit.serve.limits import Limits
 from sbkit.serve.live_recogniser import Update, live_recogniser
 from sbkit.serve.metrics import Metrics
-from sbkit.serve.registry import Registry, ServedModel
+from sbkit.serve.registry import Registry
+from sbkit.serve.served_kinds import ServedRecogniser
 from sbkit.serve.text import parse_object
 
 _MAX_BACKLOG_SECONDS = 5.0  # of audio that is not recognised yet; beyond that the client has to wait
@@ -56,7 +57,7 @@ class LiveSession:
     served, rate, chunk_ms : what the first message named
     """
 
-    def __init__(self, websocket: WebSocket, reader: MessageReader, served: ServedModel, rate: int,
+    def __init__(self, websocket: WebSocket, reader: MessageReader, served: ServedRecogniser, rate: int,
                  chunk_ms: int | None, limits: Limits):
         self.served = served
         self._websocket = websocket
@@ -357,7 +358,7 @@ async def _send_error(websocket: WebSocket, error: ApiError, code: int) -> None:
         await asyncio.wait_for(send(), _ERROR_SECONDS)
 
 
-async def _start(reader: MessageReader, registry: Registry) -> tuple[ServedModel, int, int | None]:
+async def _start(reader: MessageReader, registry: Registry) -> tuple[ServedRecogniser, int, int | None]:
     """Receive the first message, and return the model, the sample rate and the milliseconds of a chunk."""
     try:
         first = await asyncio.wait_for(reader.receive(), _START_SECONDS)
@@ -371,7 +372,7 @@ async def _start(reader: MessageReader, registry: Registry) -> tuple[ServedModel
     name = first.get("model")
     if not isinstance(name, (str, type(None))):
         raise invalid(f"model must be a name, not {shown(name)}", "model")
-    served = registry.working(name, ServedModel)
+    served = registry.working(name, ServedRecogniser)
     chunk_ms = first.get("chunk_ms")
     if served.streams is not None:
         with refused_for("chunk_ms"):

@@ -14,7 +14,7 @@ from sbkit.infer.stream_engine import StreamEngine
 from sbkit.infer.tail import Tail, tail_lines, tail_words
 from sbkit.serve.errors import too_late
 from sbkit.serve.job import Job
-from sbkit.serve.registry import ServedModel
+from sbkit.serve.served_kinds import ServedRecogniser
 
 
 class Update(NamedTuple):
@@ -38,7 +38,7 @@ class LiveRecogniser(ABC):
     ahead_seconds: float | None = None
     """Lookahead in a chunk, which the next chunk begins with; None as above."""
 
-    def __init__(self, served: ServedModel, seconds: float):
+    def __init__(self, served: ServedRecogniser, seconds: float):
         self._served = served
         self._seconds = seconds
         self._changed = asyncio.Event()
@@ -87,7 +87,7 @@ class ChunkRecogniser(LiveRecogniser):
     chunk_ms : one of its chunk sizes; None for its default
     """
 
-    def __init__(self, served: ServedModel, streams: StreamEngine, chunk_ms: int | None, seconds: float):
+    def __init__(self, served: ServedRecogniser, streams: StreamEngine, chunk_ms: int | None, seconds: float):
         super().__init__(served, seconds)
         loop = asyncio.get_running_loop()
 
@@ -141,7 +141,7 @@ class ChunkRecogniser(LiveRecogniser):
 class TailRecogniser(LiveRecogniser):
     """Recognises a session by decoding its unsettled end repeatedly, while more audio arrives."""
 
-    def __init__(self, served: ServedModel, seconds: float, client: str | None):
+    def __init__(self, served: ServedRecogniser, seconds: float, client: str | None):
         super().__init__(served, seconds)
         self._tail = Tail(served.config.sample_rate, served.frame_samples, served.chunk_seconds)
         self._job = Job(client)
@@ -195,7 +195,8 @@ class TailRecogniser(LiveRecogniser):
         self._job.cancel()
 
 
-def live_recogniser(served: ServedModel, chunk_ms: int | None, seconds: float, client: str | None) -> LiveRecogniser:
+def live_recogniser(served: ServedRecogniser, chunk_ms: int | None, seconds: float, client: str | None
+                    ) -> LiveRecogniser:
     """Return a recogniser for a client's session: with the streaming graph if the bundle has one."""
     if served.streams is None:
         return TailRecogniser(served, seconds, client)

@@ -46,8 +46,12 @@ def device_facts(placement: Placement) -> dict[str, Any]:
     return {"asked": facts.pop("requested"), **facts}
 
 
-def folder_state(folder: Path) -> list[tuple[str | int, ...]]:
-    """Names, inodes, sizes and times of a folder's files, which differ once it was replaced; empty if it is gone."""
+#: What differs once a folder was replaced: names, inodes, sizes and times of its files.
+FolderState = list[tuple[str | int, ...]]
+
+
+def folder_state(folder: Path) -> FolderState:
+    """Read the state of a folder; empty if it is gone."""
     try:
         with os.scandir(folder) as entries:
             stats = {entry.name: entry.stat() for entry in entries}
@@ -57,7 +61,7 @@ def folder_state(folder: Path) -> list[tuple[str | int, ...]]:
 
 
 class Served(ABC):
-    """One bundle, loaded and warm. ``sbkit.serve.registry.SERVED`` says which subclass serves which kind."""
+    """One bundle, loaded and warm. ``sbkit.serve.served_kinds.SERVED`` says which subclass serves which kind."""
 
     #: Paths of the API that the model serves.
     endpoints: ClassVar[tuple[str, ...]]

@@ -23,9 +23,10 @@ from sbkit.infer.voice_engine import SpeechInput, SpeechOutput
 from sbkit.serve import replies
 from sbkit.serve.errors import ApiError, failed, invalid, refused_for, too_large, unsupported
 from sbkit.serve.metrics import Metrics
-from sbkit.serve.registry import Registry, ServedVoice
+from sbkit.serve.registry import Registry
 from sbkit.serve.replies import CutOff
 from sbkit.serve.request_context import ClientDisconnected, RequestContext
+from sbkit.serve.served_kinds import ServedVoice
 from sbkit.serve.text import decode_utf8, parse_object
 
 MAX_CHARACTERS = 4096

@@ -19,7 +19,7 @@ from sbkit.cli import main
 from sbkit.export import layout
 from sbkit.infer.enhancer import PIECE_SECONDS
 from sbkit.infer.graph_model import GraphEngine, GraphModel
-from sbkit.serve.registry import SERVED, ServedGraph
+from sbkit.serve.served_kinds import SERVED, ServedGraph
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.decoding import DECODERS
 from sbkit.infer.kinds import MODELS
-from sbkit.serve import registry
+from sbkit.serve import registry, served_kinds
 from sbkit.serve.served import BundleOptions
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def imported(bundle, monkeypatch):
     kind = layout.KINDS.pop("backwards")
     DECODERS.pop(kind)
     MODELS.pop(kind, None)
-    registry.SERVED.pop(kind, None)
+    served_kinds.SERVED.pop(kind, None)
     del sys.modules["backwards"]
 
 
@@ -121,12 +121,12 @@ def test_a_server_decodes_it_so_too(bundle, imported):
 
 
 def test_a_server_serves_it_by_a_class_that_names_it(bundle, imported):
-    class ServedBackwards(registry.ServedModel):
+    class ServedBackwards(served_kinds.ServedRecogniser):
         does = "recognises speech backwards"
 
-    registry.serve_kind(imported.BackwardsConfig, ServedBackwards)
+    served_kinds.serve_kind(imported.BackwardsConfig, ServedBackwards)
     models = registry.load({"mine": bundle}, BundleOptions(device="cpu"))
-    assert type(models.working("mine", registry.ServedModel)) is ServedBackwards
+    assert type(models.working("mine", served_kinds.ServedRecogniser)) is ServedBackwards
     models.close()
 
 

@@ -14,7 +14,7 @@ import serving
 import soundfile
 
 from sbkit.serve.limits import Limits
-from sbkit.serve.registry import ServedGraph
+from sbkit.serve.served_kinds import ServedGraph
 
 
 @pytest.fixture(scope="module")
