@@ -45,18 +45,22 @@ for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 @pytest.hookimpl(tryfirst=True, hookwrapper=True)
 def pytest_collection_modifyitems(items):
     """Files with slow tests first, and before them those of long ones, so that at the end no process waits for another.
-
-    hypothesis asks each module for its file; SpeechBrain's redirections then import k2 and others.
     """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     for item in items:
         if (limit := item.get_closest_marker("timeout")) and limit.args[0] > 600:
             slow[item.path] += 60
     items.sort(key=lambda item: -slow[item.path])
+    _forget_redirections()
+    yield
+
+
+def _forget_redirections():
+    """Drop SpeechBrain's lazy modules: hypothesis asks each module for its file, and these then import k2 and others.
+    """
     lazy = [name for name, module in sys.modules.items() if "LazyModule" in map(_name, type(module).__mro__)]
     for name in lazy:
         del sys.modules[name]
-    yield
 
 
 def pytest_collection_finish(session):
@@ -70,6 +74,7 @@ def pytest_collection_finish(session):
         share_server()
         import warm  # noqa: F401 (for the workers, too)
 
+        _forget_redirections()
         capture.suspend_global_capture()
     gc.freeze()  # before workers are forked, each of which would search all of it
     _modules = len(sys.modules)
