@@ -17,7 +17,7 @@ from test_live import PAUSE, lines, pcm, settled, speak, start, streams
 from websockets.sync.client import connect
 
 from sbkit.cli import main
-from sbkit.serve import live as live_module
+from sbkit.serve import live_messages
 from sbkit.serve.limits import Limits
 
 RATE = bundles.RATE
@@ -264,7 +264,7 @@ def flood(socket):
 
 @pytest.mark.slow
 def test_a_client_that_does_not_read_is_ended_by_name_and_slows_nobody(server, monkeypatch):
-    monkeypatch.setattr(live_module, "MAX_MESSAGES", 4)
+    monkeypatch.setattr(live_messages, "MAX_MESSAGES", 4)
 
     def ended():
         return server.counted('sbkit_refused_total{reason="slow_client"}')
