@@ -228,6 +228,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             diary.write("skip", "the check has no estimate")
             return 0
         del batch
+        brain.trainer.runner.reset()  # the estimate is of a step that isn't captured
         _try_largest(brain, estimated, seconds, str(request.path), device, diary)
     return 0
 

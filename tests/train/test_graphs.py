@@ -3,7 +3,9 @@
 import logging
 import random
 import re
+import weakref
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -157,6 +159,30 @@ class TooLarge(ToyBrain):
         if torch.cuda.is_current_stream_capturing():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().compute_forward(batch, stage)
+
+
+class Holds(ToyBrain):
+    """Has too little memory to be captured."""
+
+    captured: ClassVar[list[weakref.ref]] = []
+    is_freed: ClassVar[list[bool]] = []
+
+    def compute_forward(self, batch, stage):
+        outputs = super().compute_forward(batch, stage)
+        if torch.cuda.is_current_stream_capturing():
+            self.captured.append(weakref.ref(outputs))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if self.captured:
+            self.is_freed.append(self.captured[0]() is None)
+        return outputs
+
+
+@pytest.mark.gpu
+def test_what_a_capture_without_enough_memory_computed_is_freed_before_python_computes_it(monkeypatch):
+    monkeypatch.setattr(Holds, "captured", [])
+    monkeypatch.setattr(Holds, "is_freed", [])
+    toy, _ = trained(Holds)
+    assert len(Holds.captured) == 1 and Holds.is_freed[0] and toy.optimizer_step == 8
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -168,20 +168,18 @@ class Captured:
     def _try(self, kind: str, variant: Variant[Any], capture: Callable[[], None]) -> None:
         """Capture; if that fails, log why and let Python compute what has this variant, or all that follows."""
         first = kind not in self.nodes
-        try:
-            capture()
-        except Exception as broken:  # of a recipe's own code, which can't do here what it does in a step
-            error = root_of(broken)
-            if is_out_of_memory(error):
-                self._stop(f"{self.device} has too little memory for them; a smaller max_batch_seconds leaves more")
-                return
-            reason = reason_of(error)
-            if kind == "update":
-                variant.refuse(reason)
-                logger.info("Updates are not captured as a CUDA graph: %s", reason)
-            else:
-                self._stop(reason)
+        failure = _failure_of(capture)
+        if failure is not None and failure.out_of_memory:
+            self._stop(f"{self.device} has too little memory for them; a smaller max_batch_seconds leaves more")
             return
+        if failure is not None and kind == "update":
+            variant.refuse(failure.reason)
+            logger.info("Updates are not captured as a CUDA graph: %s", failure.reason)
+            return
+        if failure is not None:
+            self._stop(failure.reason)
+            return
+
         if variant.stage is Stage.CAPTURED and kind not in self._named_unverified and ranks.is_main():
             self._named_unverified.add(kind)
             logger.info("A captured %s is replayed without a comparison with what Python computes: a rank has no "
@@ -189,3 +187,23 @@ class Captured:
         if first and ranks.is_main():
             logger.info("The %s is captured as a CUDA graph of %d nodes (--graphs false leaves it out)", kind,
                         self.nodes[kind])
+
+
+class _Failure(NamedTuple):
+    """Why a capture failed."""
+
+    reason: str
+    out_of_memory: bool
+
+
+def _failure_of(capture: Callable[[], None]) -> _Failure | None:
+    """Capture, and return why that failed.
+
+    The error isn't kept, since its frames hold the tensors of the step: Python computes the same step next, and it may
+    need their memory.
+    """
+    try:
+        capture()
+    except Exception as error:  # of a recipe's own code, which can't do here what it does in a step
+        return _Failure(reason_of(root_of(error)), is_out_of_memory(root_of(error)))
+    return None
