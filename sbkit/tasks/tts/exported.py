@@ -218,7 +218,7 @@ _USE = {
 
 ```python
 import json, numpy as np, onnxruntime, soundfile
-ids = {{symbol: number for number, symbol in enumerate(json.load(open("config.json"))["symbols"])}}
+ids = {{symbol: number for number, symbol in enumerate(json.load(open("config.json", encoding="utf-8"))["symbols"])}}
 session = onnxruntime.InferenceSession("model.onnx")
 text = np.array([[ids[symbol] for symbol in {symbols!r}]])
 audio, samples, durations = session.run(None, {{
@@ -240,11 +240,12 @@ What a text sounds like does not depend on its batch.
     layout.TORCH: """## PyTorch
 
 ```python
-import json, torch
-ids = {{symbol: number for number, symbol in enumerate(json.load(open("config.json"))["symbols"])}}
+import json, soundfile, torch
+ids = {{symbol: number for number, symbol in enumerate(json.load(open("config.json", encoding="utf-8"))["symbols"])}}
 voice = torch.export.load("model.pt2").module()
 text = torch.tensor([[ids[symbol] for symbol in {symbols!r}]])
 audio, samples, durations = voice(text, torch.tensor([text.shape[1]]), torch.tensor([0]), torch.tensor([1.0]))
+soundfile.write("said.wav", audio[0, :samples[0]].numpy(), {rate})
 ```
 
 """ + readme.PROGRAM,

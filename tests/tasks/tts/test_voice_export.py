@@ -4,11 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import toy_voice
 from speechbrain.core import Stage
 
 from sbkit.data.text import AsWritten, TextRules
-from sbkit.export import gate, parity_report
+from sbkit.export import gate, graph, layout, parity_report
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.parity import Reference
 from sbkit.tasks.tts import TTS
@@ -139,3 +140,27 @@ def test_its_config_has_the_rules_of_its_texts(model, monkeypatch, rules, text):
     else:
         assert config.text.items() >= text.items() and "alphabet" not in config.text
         assert config.rules("DON’T pin-tip & Iİ") == rules("DON’T pin-tip & Iİ")
+
+
+@pytest.mark.slow
+def test_each_snippet_of_its_readme_says_a_text(model, tmp_path, monkeypatch):
+    clips = model.clips(None, 4)
+    program = model.trace()
+    config = model.config(program, clips)
+    config.models = {layout.ONNX: layout.MODELS[layout.ONNX], layout.TORCH: layout.MODELS[layout.TORCH]}
+    graph.write_onnx(program, tmp_path / "model.onnx", model.inputs, model.outputs, model.metadata(config))
+    graph.write_torch(program, tmp_path / "model.pt2")
+    (tmp_path / layout.CONFIG).write_text(config.to_json(), encoding="utf-8")
+
+    page = model.readme("bundle", config, model.comparison(clips, config, tmp_path))
+    snippets = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    without_sbkit = [snippet for snippet in snippets if "sbkit" not in snippet]
+    assert len(without_sbkit) == 2
+    monkeypatch.chdir(tmp_path)
+    sounds = []
+    for snippet in without_sbkit:
+        exec(snippet, {})
+        sounds.append(soundfile.read("said.wav")[0])
+        Path("said.wav").unlink()
+    assert len(sounds[0]) > 0
+    np.testing.assert_allclose(*sounds, atol=1e-3)
