@@ -1,15 +1,12 @@
-"""The layout of a bundle: the names of its files, and config.json. Needs neither torch nor numpy."""
+"""config.json: what it says of each kind of bundle, and how it is read. Needs neither torch nor numpy."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,9 +14,47 @@ from typing import Any, ClassVar, TypeVar
 from sbkit.data import publish
 from sbkit.data.pronunciation import NAME
 from sbkit.data.text import TextRules
-from sbkit.errors import SbkitError, shown, shown_names
-from sbkit.score.run_files import BUNDLE
-from sbkit.system import disk, memory, untrusted
+from sbkit.errors import SbkitError, shown
+from sbkit.export.layout.checks import (
+    check_fields,
+    check_formats,
+    check_state,
+    check_unique,
+    parse,
+    refuse,
+)
+from sbkit.export.layout.limits import (
+    BOOKS,
+    FILE,
+    MAX_BYTES,
+    MAX_CHUNK_SECONDS,
+    MAX_CONTEXT,
+    MAX_FRAME_SECONDS,
+    MAX_JOINT,
+    MAX_RATE,
+    MAX_RULE_CHARACTERS,
+    MAX_RULES,
+    MAX_SECONDS,
+    MAX_TEXT,
+    MAX_TOKENS,
+    SAMPLES,
+    STATE,
+)
+from sbkit.export.layout.names import (
+    CODEC,
+    CONFIG,
+    CTC,
+    ENHANCER,
+    FORMAT,
+    GRAPH,
+    LABELS,
+    OUTPUTS,
+    STATES,
+    TRANSDUCER,
+    VERSION,
+    VOICE,
+)
+from sbkit.system import untrusted
 from sbkit.system.schema import (
     SHA256,
     SHARE,
@@ -30,85 +65,11 @@ from sbkit.system.schema import (
     Number,
     Object,
     Record,
-    Schema,
     String,
     integer,
     value,
 )
 
-CONFIG = BUNDLE
-WEIGHTS = "model.safetensors"
-TOKENIZER = "tokenizer.model"
-TOKENS = "tokens.txt"
-RECIPE = "hyperparams.yaml"
-PARITY = "parity.json"
-README = "README.md"
-
-ONNX, INT8, TORCH, SPEECHBRAIN, SHERPA = "onnx", "int8", "torch", "speechbrain", "sherpa"
-SHERPA_STREAM = "sherpa stream"
-#: The formats of a traced graph.
-TRACED = (ONNX, INT8, TORCH)
-#: The file that each format is read from.
-MODELS = {ONNX: "model.onnx", INT8: "model.int8.onnx", TORCH: "model.pt2", SPEECHBRAIN: RECIPE,
-          SHERPA: "model.sherpa.onnx", SHERPA_STREAM: "stream.sherpa.onnx"}
-#: The same for a streaming graph.
-STREAMS = {ONNX: "stream.onnx", INT8: "stream.int8.onnx", TORCH: "stream.pt2"}
-#: The same for a codec's graph from codes to audio.
-DECODERS = {ONNX: "decoder.onnx", TORCH: "decoder.pt2"}
-#: Names of a graph's inputs, [B, S] float32 and [B] int64, and of a recogniser's outputs, [B, T, V] float32, [B] int64.
-INPUTS = ("signals", "lengths")
-OUTPUTS = ("log_probs", "frames")
-#: The outputs of a transducer, [B, T, J] float32, [B] int64; and the files of its prediction and its joint network.
-STATES = ("states", "frames")
-PREDICTION, JOINER = "decoder.onnx", "joiner.onnx"
-#: The same for a voice: ids of symbols [B, U] and their numbers [B], int64, speakers [B] int64, speeds [B] float32; and
-#: samples from -1 to 1 [B, S] float32, their numbers [B] int64, and frames of each symbol [B, U].
-VOICE_INPUTS = ("text", "lengths", "speaker", "speed")
-VOICE_OUTPUTS = ("audio", "audio_lengths", "durations")
-#: The outputs of a codec, codes [B, T, Q] and the numbers of their frames [B], int64. Its decoder maps them to signals
-#: and lengths.
-CODES = ("codes", "frames")
-
-FORMAT, VERSION = "sbkit bundle", 1
-#: What may be replaced as a bundle: the folder has this format's mark, and no file that isn't listed in it.
-FOLDER = publish.FolderKind("a bundle", CONFIG, FORMAT, lambda values: values.get("files", ()))
-#: Kinds of bundles, by how they are run.
-CTC, TRANSDUCER, GRAPH, LABELS = "ctc", "transducer", "graph", "labels"
-VOICE, CODEC, ENHANCER = "voice", "codec", "enhancer"
-#: Types of the tensors of a stream's state.
-TYPES = ("float32", "int64")
-# Bounds on values that determine the sizes of buffers.
-#: Bytes of a configuration (10,000 symbols have 200 kB), and of tokens.txt.
-MAX_BYTES = 1 << 24
-#: The sample rate.
-MAX_RATE = 768_000
-#: Seconds of padding, context or a stream's window (Whisper's window, the longest known, has 30 s).
-MAX_SECONDS = 60
-#: Seconds of a frame.
-MAX_FRAME_SECONDS = 1
-#: Seconds of audio that a model takes at once.
-MAX_CHUNK_SECONDS = 600
-#: Values of a transducer's joint state, and the tokens that its prediction network sees.
-MAX_JOINT, MAX_CONTEXT = 1 << 16, 16
-#: Symbols of a text that a voice takes at once: an hour of speech.
-MAX_TEXT = 50_000
-#: Tokens; the largest vocabularies have 260,000.
-MAX_TOKENS = 1_000_000
-#: Numbers in the state of a stream.
-MAX_STATE = 1 << 26
-#: The most bytes of a bundle, as a multiple of this machine's memory: it has one model in several formats.
-_MAX_MEMORIES = 4
-#: Replacement rules of a text, and characters of each: those of a language have up to 14 rules of two characters.
-_MAX_RULES, _MAX_RULE = 1000, 100
-FILE = String(1, 255, r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]+", "the name of a file in the bundle's folder")
-#: Entries of each codebook.
-BOOKS = Array(integer(maximum=1 << 24), max_items=256)
-#: Inputs of a streaming graph that hold their state.
-STATE = Object(min_items=1, values=Record(
-    {"type": Enumerated(TYPES), "shape": Array(integer(maximum=MAX_STATE), max_items=8)}, needed=True))
-_SAMPLES = integer(0, MAX_SECONDS * MAX_RATE)
-
-T = TypeVar("T", bound="Bundle | Streaming")
 B = TypeVar("B", bound="Bundle")
 V = TypeVar("V")
 #: Where installed packages say which module adds a kind to ``KINDS``: an entry point with its name.
@@ -146,7 +107,7 @@ class Bundle:
     @classmethod
     def of(cls: type[B], values: dict[str, Any], path: Path) -> B:
         """Make a configuration of the values in config.json, and check it."""
-        config = _parse(cls, values, str(path))
+        config = parse(cls, values, str(path))
         config.check(path)
         return config
 
@@ -169,8 +130,8 @@ class Bundle:
 
     def check(self, path: Path) -> None:
         """Refuse values that no model can run with: first each value, then combinations."""
-        _check_fields(str(path), self)
-        _refuse(str(path), "min_samples", self.min_samples, integer(maximum=MAX_SECONDS * self.sample_rate))
+        check_fields(str(path), self)
+        refuse(str(path), "min_samples", self.min_samples, integer(maximum=MAX_SECONDS * self.sample_rate))
 
     def onnx_metadata(self) -> dict[str, str]:
         """Return metadata for an ONNX file of the bundle."""
@@ -181,7 +142,8 @@ class Bundle:
 class GraphConfig(Bundle):
     """The configuration of a model that outputs tensors, of any task."""
 
-    kind, what = GRAPH, "a model that outputs tensors"
+    kind = GRAPH
+    what = "a model that outputs tensors"
     use = "use it: sbkit run {} FILES..."
     outputs: list[str] = value(Array(String(), 1, 1000))
     """Names of the outputs, in the model's order."""
@@ -199,16 +161,17 @@ class GraphConfig(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        _check_unique(path, "outputs", self.outputs)
+        check_unique(path, "outputs", self.outputs)
         of_outputs = Enumerated(tuple(self.outputs))
-        _refuse(str(path), "lengths", self.lengths, Object(of_outputs, of_outputs))
+        refuse(str(path), "lengths", self.lengths, Object(of_outputs, of_outputs))
 
 
 @dataclass(kw_only=True)
 class LabelsConfig(GraphConfig):
     """The configuration of a model that gives a recording any number of ``labels``: those with a high enough score."""
 
-    kind, what = LABELS, "a model that outputs labels"
+    kind = LABELS
+    what = "a model that outputs labels"
     thresholds: list[float] = value(Array(Number(-1e9, 1e9)))
     """The least value of each entry of the first output with which its label is a result."""
 
@@ -222,7 +185,7 @@ class LabelsConfig(GraphConfig):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        _check_unique(path, "labels", self.labels)
+        check_unique(path, "labels", self.labels)
         if not len(self.thresholds) == len(self.labels) > 0:
             raise SbkitError(f"{path}: there are {len(self.labels)} labels and {len(self.thresholds)} thresholds, but "
                              "each label needs one")
@@ -235,7 +198,8 @@ class LabelsConfig(GraphConfig):
 class EnhancerConfig(GraphConfig):
     """The configuration of a speech enhancer, for whole recordings and for streams."""
 
-    kind, what = ENHANCER, "a speech enhancer"
+    kind = ENHANCER
+    what = "a speech enhancer"
     use = "use it: sbkit enhance {} FILES... --to FOLDER"
     pipeline_tag = "audio-to-audio"
     hop: int = value(integer())
@@ -250,9 +214,9 @@ class EnhancerConfig(GraphConfig):
     def check(self, path: Path) -> None:
         super().check(path)
         for name in ("hop", "delay"):
-            _refuse(str(path), name, getattr(self, name), integer(0, MAX_FRAME_SECONDS * self.sample_rate))
-        _check_state(str(path), self.state)
-        _check_formats(path, "streams", self.streams, self.models)
+            refuse(str(path), name, getattr(self, name), integer(0, MAX_FRAME_SECONDS * self.sample_rate))
+        check_state(str(path), self.state)
+        check_formats(path, "streams", self.streams, self.models)
 
 
 @dataclass(kw_only=True)
@@ -269,10 +233,10 @@ class Streaming:
     """Output frames of a chunk: the sizes that the model was trained for."""
     left: int = value(integer())
     """Output frames before the chunk that its frames can see (left context)."""
-    overlap: int = value(_SAMPLES)
+    overlap: int = value(SAMPLES)
     """Samples by which feature frames overlap."""
-    before: int = value(_SAMPLES)
-    after: int = value(_SAMPLES)
+    before: int = value(SAMPLES)
+    after: int = value(SAMPLES)
     state: dict[str, dict[str, Any]] = value(STATE)
     """Inputs that hold the state: ``type`` (float32 or int64) and ``shape``, to which a batch adds a first dimension.
     The next state is in the outputs of these names after ``next_``. A stream begins with zeros."""
@@ -284,17 +248,18 @@ class Streaming:
     def check(self, path: Path) -> None:
         """Refuse values that no stream can run with."""
         where = f"{path}: streaming"
-        _check_fields(where, self)
+        check_fields(where, self)
         if self.ahead >= min(self.chunks):
             raise SbkitError(f"{where}: ahead is {self.ahead}, but must be below the smallest of chunks")
-        _check_state(where, self.state)
+        check_state(where, self.state)
 
 
 @dataclass(kw_only=True)
 class Config(Bundle):
     """The configuration of a CTC recogniser, whose outputs are log-probabilities of tokens."""
 
-    kind, what = CTC, "a speech recogniser"
+    kind = CTC
+    what = "a speech recogniser"
     outputs: ClassVar[tuple[str, str]] = OUTPUTS
     """Names of the graph's outputs, [B, T, ...] float32 and the numbers of frames [B] int64."""
     use = "use it: sbkit transcribe {} FILES..."
@@ -323,7 +288,7 @@ class Config(Bundle):
     @classmethod
     def of(cls: type[B], values: dict[str, Any], path: Path) -> B:
         if values.get("streaming") is not None:
-            values["streaming"] = _parse(Streaming, values["streaming"], f"{path}: streaming")
+            values["streaming"] = parse(Streaming, values["streaming"], f"{path}: streaming")
         return super().of(values, path)
 
     @property
@@ -367,8 +332,8 @@ class Config(Bundle):
         if confidences != sorted(set(confidences)) or shares != sorted(shares):
             raise SbkitError(f"{path}: reliability must have growing confidences, and shares that don't fall, not "
                              f"{shown(self.reliability)}", hint="export the model again")
-        _refuse(str(path), "blank_id", self.blank_id, integer(0, self.vocabulary - 1))
-        _refuse(str(path), "silent_ids", self.silent_ids, Array(integer(0, self.vocabulary - 1)))
+        refuse(str(path), "blank_id", self.blank_id, integer(0, self.vocabulary - 1))
+        refuse(str(path), "silent_ids", self.silent_ids, Array(integer(0, self.vocabulary - 1)))
         if self.streaming is not None:
             self.streaming.check(path)
             limit = MAX_SECONDS * self.sample_rate
@@ -376,7 +341,7 @@ class Config(Bundle):
             for name, samples, bound in (
                     ("before", self.streaming.before, limit), ("after", self.streaming.after, size),
                     ("the window of the largest of chunks", self.window(max(self.streaming.chunks)), limit)):
-                _refuse(f"{path}: streaming", name, samples, integer(0, bound))
+                refuse(f"{path}: streaming", name, samples, integer(0, bound))
 
 
 @dataclass(kw_only=True)
@@ -403,7 +368,8 @@ class TransducerConfig(Config):
 class VoiceConfig(Bundle):
     """The configuration of a voice: text in, samples out."""
 
-    kind, what = VOICE, "a voice"
+    kind = VOICE
+    what = "a voice"
     use = "use it: sbkit speak {} TEXT --to FILE"
     pipeline_tag = "text-to-speech"
     symbols: list[str] = value(Array(String(), 2))
@@ -436,8 +402,8 @@ class VoiceConfig(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        _check_unique(path, "symbols", self.symbols)
-        _check_unique(path, "speakers", self.speakers)
+        check_unique(path, "symbols", self.symbols)
+        check_unique(path, "speakers", self.speakers)
         if bool(self.characters) != (self.spelling is not None):
             raise SbkitError(f"{path}: there must be characters if there is a spelling, and none otherwise")
         for symbol in [*self.symbols[1:], *self.characters]:
@@ -454,16 +420,17 @@ class VoiceConfig(Bundle):
         except (SbkitError, TypeError) as error:
             raise SbkitError(f"{path}: {error}", hint="export the model again") from None
         pairs = [*rules.replace.items(), *rules.case_pairs.items()]
-        if len(pairs) > _MAX_RULES or any(len(text) > _MAX_RULE for pair in pairs for text in pair):
-            raise SbkitError(f"{path}: text has more than {_MAX_RULES} replacement rules, or one of more than "
-                             f"{_MAX_RULE} characters", hint="export the model again")
+        if len(pairs) > MAX_RULES or any(len(text) > MAX_RULE_CHARACTERS for pair in pairs for text in pair):
+            raise SbkitError(f"{path}: text has more than {MAX_RULES} replacement rules, or one of more than "
+                             f"{MAX_RULE_CHARACTERS} characters", hint="export the model again")
 
 
 @dataclass(kw_only=True)
 class CodecConfig(Bundle):
     """The configuration of a codec: samples in, codes out, and by its decoder back again."""
 
-    kind, what = CODEC, "a codec"
+    kind = CODEC
+    what = "a codec"
     use = "use it: sbkit tokenize {} CORPUS --to FOLDER"
     pipeline_tag = "audio-to-audio"
     codec: str = value(SHA256)
@@ -485,11 +452,11 @@ class CodecConfig(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        _refuse(str(path), "stride", self.stride, integer(maximum=MAX_FRAME_SECONDS * self.sample_rate))
+        refuse(str(path), "stride", self.stride, integer(maximum=MAX_FRAME_SECONDS * self.sample_rate))
         limit = MAX_SECONDS * self.sample_rate // self.stride
-        _refuse(str(path), "min_frames", self.min_frames, integer(maximum=limit))
-        _refuse(str(path), "context", self.context, Nullable(integer(0, limit)))
-        _check_formats(path, "decoders", self.decoders, self.models)
+        refuse(str(path), "min_frames", self.min_frames, integer(maximum=limit))
+        refuse(str(path), "context", self.context, Nullable(integer(0, limit)))
+        check_formats(path, "decoders", self.decoders, self.models)
 
 
 #: The configuration of each kind of bundle, by its name in config.json. ``sbkit.infer.add_kind`` adds one of your own.
@@ -540,35 +507,16 @@ _MADE_BY = "make one by sbkit export RUN --to BUNDLE, or by sbkit import of a mo
 def read(folder: str | Path) -> Bundle:
     """Read the configuration of the bundle in ``folder``, of any kind."""
     path = Path(folder) / CONFIG
-    try:
-        values = untrusted.read_json(path, MAX_BYTES)
-    except FileNotFoundError:
-        problem = f"is not a bundle: it has no {CONFIG}" if path.parent.is_dir() else "does not exist"
-        hint = _MADE_BY
-        previous = [place for place in (publish.kept_meanwhile(folder), publish.replaced(folder)) if place.is_dir()]
-        if previous and not path.parent.exists():
-            hint = f"an export that was killed left the previous bundle at {previous[0]}: rename it back"
-        elif (path.parent / "bundle" / CONFIG).is_file():  # a run that `make demo` or the README exported
-            hint = f"its bundle is {path.parent / 'bundle'}"
-        elif re.fullmatch(r"[\w-]+/[\w.-]+", str(folder)) and not path.parent.parent.exists():
-            hint = f"of a model of the Hugging Face Hub, sbkit import {folder} --to BUNDLE makes one"
-        raise SbkitError(f"{folder} {problem}", hint=hint) from None
-    except NotADirectoryError:
-        raise SbkitError(f"{folder} is a file, and a bundle is a folder",
-                         hint="name the bundle's folder, which comes before its recordings") from None
-    except (OSError, ValueError) as error:
-        raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    values = _read_values(folder, path)
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise SbkitError(f"{path} does not describe an sbkit bundle", hint=_MADE_BY)
     version = values.pop("version", None)
     if version != VERSION:
         raise SbkitError(f"{path} has version {shown(version)}, but this sbkit reads version {VERSION}",
                          hint="install a newer sbkit" if isinstance(version, int) and version > VERSION else None)
+
     name = values.pop("kind", CTC)
-    if isinstance(name, str) and name not in KINDS:  # of an installed package
-        for point in entry_points(group=ENTRY_POINTS, name=name):
-            point.load()
-    kind = KINDS.get(name) if isinstance(name, str) else None
+    kind = _kind_named(name) if isinstance(name, str) else None
     if kind is None:
         raise SbkitError(f"{path} is of kind {shown(name)}, but this sbkit reads {', '.join(KINDS)}",
                          hint="install a newer sbkit, or the package that defines that kind and names it as an entry "
@@ -576,92 +524,37 @@ def read(folder: str | Path) -> Bundle:
     return kind.of(values, path)
 
 
-def _parse(kind: type[T], values: object, where: str) -> T:
-    """Create an instance from values read from JSON."""
-    if not isinstance(values, dict):
-        raise SbkitError(f"{where} is {shown(values)}, but must be an object")
-    unknown = sorted(set(values) - {declared.name for declared in fields(kind)})
-    if unknown:
-        raise SbkitError(f"{where} has unknown keys: {shown_names(unknown)}", hint="was it written by a newer sbkit?")
+def _read_values(folder: str | Path, path: Path) -> object:
+    """Read config.json; raises ``SbkitError`` if there is none, or it can't be read."""
     try:
-        return kind(**values)
-    except TypeError as error:
-        raise SbkitError(f"{where} lacks keys: {error}") from None
+        return untrusted.read_json(path, MAX_BYTES)
+    except FileNotFoundError:
+        problem = f"is not a bundle: it has no {CONFIG}" if path.parent.is_dir() else "does not exist"
+        raise SbkitError(f"{folder} {problem}", hint=_where_a_bundle_is(folder)) from None
+    except NotADirectoryError:
+        raise SbkitError(f"{folder} is a file, and a bundle is a folder",
+                         hint="name the bundle's folder, which comes before its recordings") from None
+    except (OSError, ValueError) as error:
+        raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _check_fields(where: str, values: Bundle | Streaming) -> None:
-    """Refuse the first value that its declaration doesn't allow."""
-    for declared in fields(values):
-        if "allowed" in declared.metadata:  # others are dataclasses with their own check
-            _refuse(where, declared.name, getattr(values, declared.name), declared.metadata["allowed"])
+def _where_a_bundle_is(folder: str | Path) -> str:
+    """Guess where the bundle is that somebody looked for in ``folder``, or how to make one."""
+    path = Path(folder)
+    if not path.exists():
+        for previous in (publish.kept_meanwhile(folder), publish.replaced(folder)):
+            if previous.is_dir():
+                return f"an export that was killed left the previous bundle at {previous}: rename it back"
+    if (path / "bundle" / CONFIG).is_file():  # a run that `make demo` or the README exported
+        return f"its bundle is {path / 'bundle'}"
+    if re.fullmatch(r"[\w-]+/[\w.-]+", str(folder)) and not path.parent.exists():
+        return f"of a model of the Hugging Face Hub, sbkit import {folder} --to BUNDLE makes one"
+    return _MADE_BY
 
 
-def _refuse(where: str, name: str, contents: object, allowed: Schema) -> None:
-    """Raise unless what a field has is allowed."""
-    if contents not in allowed:
-        raise SbkitError(f"{where}: {name} is {shown(contents)}, but must be {allowed}", hint="export the model again")
-
-
-def _check_state(where: str, state: dict[str, dict[str, Any]]) -> None:
-    if sum(math.prod(part["shape"]) for part in state.values()) > MAX_STATE:
-        raise SbkitError(f"{where}: state has more than {MAX_STATE:,} numbers", hint="export the model again")
-
-
-def _check_formats(path: Path, name: str, files: dict[str, str], models: dict[str, str]) -> None:
-    if files.keys() != models.keys():
-        raise SbkitError(f"{path}: {name} must give a file for each of {', '.join(models)}, not {shown(files)}")
-
-
-def _check_unique(path: Path, name: str, values: list[str]) -> None:
-    duplicates = sorted(text for text, count in Counter(values).items() if count > 1)
-    if duplicates:
-        raise SbkitError(f"{path}: {name} has {shown(duplicates[0])} twice")
-
-
-def fingerprint(path: Path) -> dict[str, Any]:
-    """Return the size and the sha256 of a regular file."""
-    with untrusted.open_regular(path) as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": disk.sha256_of(file)}
-
-
-def is_as_written(path: Path, written: Mapping[str, Any]) -> bool:
-    """Return whether a regular file has the size and the sha256 that the export wrote.
-
-    The size is compared first, so that a sparse file, which may have terabytes of zeros, isn't read.
-    """
-    with untrusted.open_regular(path) as file:
-        return os.fstat(file.fileno()).st_size == written["bytes"] and disk.sha256_of(file) == written["sha256"]
-
-
-def check_files(folder: Path, config: Bundle) -> None:
-    """Raise unless a bundle's files are what the export wrote; README.md may be edited, and files may be missing.
-
-    Its folder must have nothing that a reader could wait for without end, listed or not: pipes, devices, or more bytes
-    than any model has that this machine can run.
-    """
-    sizes: dict[str, int] = {}
-    try:
-        for path in sorted(folder.iterdir()):
-            if not path.is_dir():
-                with untrusted.open_regular(path) as file:
-                    sizes[path.name] = os.fstat(file.fileno()).st_size
-        if sum(sizes.values()) > _MAX_MEMORIES * memory.total():
-            raise SbkitError(f"the files of {folder} have {disk.size(sum(sizes.values()))}, and this machine has "
-                             f"{disk.size(memory.total())} of memory", hint="copy the bundle again")
-        for name, written in config.files.items():
-            if name in sizes and name != README and not is_as_written(folder / name, written):
-                raise SbkitError(f"{folder / name} is not what the export wrote", hint="copy the bundle again")
-    except OSError as error:
-        raise SbkitError(f"{error.filename or folder} cannot be read: {error.strerror or error}",
-                         hint="copy the bundle again") from None
-
-
-def external_weights(path: Path) -> Path:
-    """Return the file of the weights of a large ONNX model, which has them outside of its own file."""
-    return path.with_name(f"{path.name}.data")
-
-
-def size(folder: Path, *names: str) -> int:
-    """Return the bytes of these files and of their external weights; missing ones count as 0."""
-    paths = [path for name in names for path in (folder / name, external_weights(folder / name))]
-    return sum(path.stat().st_size for path in paths if path.exists())
+def _kind_named(name: str) -> type[Bundle] | None:
+    """Return the configuration of a kind, after importing the installed package that defines it, if one does."""
+    if name not in KINDS:
+        for point in entry_points(group=ENTRY_POINTS, name=name):
+            point.load()
+    return KINDS.get(name)
