@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Collection
+from typing import Any, cast
 
 import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sbkit.serve.clients import address_of_peer
-from sbkit.serve.connection_limit import ConnectionLimit
+from sbkit.serve.connection_limit import ConnectionLimit, OpenConnection
 
 #: Seconds in which a request's headers have to come.
 CHECK_SECONDS = 5.0
@@ -55,7 +56,8 @@ class TimedConnection(H11Protocol):
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own
         self.address = address_of_peer(self.client, self.config)
         self._watch = self.loop.call_later(CHECK_SECONDS, self._check_idle)
-        self._admitted = self._limit.admit(self, self.connections)
+        connections = cast(Collection[OpenConnection], self.connections)  # uvicorn makes them of our classes alone
+        self._admitted = self._limit.admit(self, connections)
         if not self._admitted:
             self.app = self._limit.only_probes(self.app)
 

@@ -7,13 +7,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sbkit.errors import SbkitError, shown, shown_names
 from sbkit.export.layout.limits import MAX_STATE
 from sbkit.system.schema import Schema
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def parse(kind: type[T], values: object, where: str) -> T:
@@ -29,7 +32,7 @@ def parse(kind: type[T], values: object, where: str) -> T:
         raise SbkitError(f"{where} lacks keys: {error}") from None
 
 
-def check_fields(where: str, values: Any) -> None:  # any dataclass
+def check_fields(where: str, values: DataclassInstance) -> None:
     """Refuse the first value of a dataclass that its declaration doesn't allow."""
     for declared in fields(values):
         if "allowed" in declared.metadata:  # others are dataclasses with their own check
