@@ -20,7 +20,7 @@ from sbkit.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from sbkit.infer.labelling import RecordingShard
+    from sbkit.infer.label_request import RecordingShard
 
 #: Variables that SLURM sets for a task of an array: its id, the first id, and the number of tasks.
 _SLURM = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT")
@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _shard(text: str) -> RecordingShard:
-    from sbkit.infer.labelling import RecordingShard
+    from sbkit.infer.label_request import RecordingShard
 
     if text == "slurm":
         try:
@@ -69,6 +69,7 @@ def _shard(text: str) -> RecordingShard:
 
 def run(args: argparse.Namespace) -> int:
     require_language_model(args.lm)
-    from sbkit.infer.labelling import LabelRequest, label
+    from sbkit.infer.label_request import LabelRequest
+    from sbkit.infer.labelling import label
 
     return label(request_of(LabelRequest, args))

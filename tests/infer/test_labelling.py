@@ -22,7 +22,7 @@ from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.decode.spans import Word
 from sbkit.errors import SbkitError
-from sbkit.infer.labelling import MARGIN_SECONDS, PAUSE_SECONDS, cut_at_pauses
+from sbkit.infer.label_pieces import MARGIN_SECONDS, PAUSE_SECONDS, cut_at_pauses
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta".split()
 
