@@ -19,19 +19,26 @@ from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.serve.backlog import Backlog, Work
 from sbkit.serve.errors import ApiError
 
+#: Signals in a batch.
 _MAX_ROWS = 32
-_LONG = 5.0  # units of work (seconds of audio, or symbols) of the longest signal in a batch that shows the speed
-_LIKE = 1.25  # lengths of a ratio up to this are alike
-_MEASURED = 1.0  # seconds of a batch after which the speed is known well enough
+#: Units of work (seconds of audio, or symbols) of the longest signal in a batch that shows the speed.
+_LONG = 5.0
+#: Lengths of a ratio up to this are alike.
+_LIKE = 1.25
+#: Seconds of a batch after which the speed is known well enough.
+_MEASURED = 1.0
 
 
 class _Query(NamedTuple):
+    """A signal that waits for its batch."""
+
     signal: Sized
     future: Future[Any]
     client: str | None
     work: Work | None
+    """Of its request; None: it is of live speech."""
     due: float
-    """When it is due among those without work, which are of live speech."""
+    """When it is due among those of live speech."""
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -63,16 +70,20 @@ class Batcher:
         self._lock = threading.Lock()
         self._waiting: list[_Query] = []
         self._retry: deque[_Query] = deque()
-        self._ends: dict[str | None, float] = {}  # of the signals without work, by client, each after the one before
+        """Those of a batch that failed, which run alone."""
+        self._turns_end: dict[str | None, float] = {}
+        """When the live speech of each client that waits now will be done, one signal after the other."""
         self._running = False
         self._started = 0.0
-        self._busy_since = 0.0  # since the end of the batch before, if this one was waiting by then
+        self._busy_since = 0.0
+        """Since when the model has had work: the end of the batch before, if this one was waiting by then."""
         self._cost = cost or (lambda signal: len(signal) / engine.config.sample_rate)
         self.backlog = Backlog(unit)
         """Work that is left for the active requests."""
 
     @property
     def waiting(self) -> int:
+        """How many signals wait for a batch."""
         return len(self._waiting)
 
     @property
@@ -109,10 +120,10 @@ class Batcher:
     def _due(self, signal: Sized, client: str | None) -> float:
         """When a signal without work is due: after the others of its client, so that clients have their turns."""
         now = time.monotonic()
-        self._ends = {client: end for client, end in self._ends.items() if end > now}
-        due = self._ends.get(client, now)
+        self._turns_end = {client: end for client, end in self._turns_end.items() if end > now}
+        due = self._turns_end.get(client, now)
         if client is not None:
-            self._ends[client] = due + self.backlog.seconds_alone(self._cost(signal))
+            self._turns_end[client] = due + self.backlog.seconds_alone(self._cost(signal))
         return due
 
     def _start_next(self, ended: float | None = None) -> None:
@@ -191,6 +202,7 @@ class Batcher:
         return sorted(fitting, key=unlike)
 
     def _on_end(self, batch: list[_Query], future: Future[Any]) -> None:
+        """Record a batch's speed and deliver its results, or let each of its signals run alone if it failed."""
         ended = time.monotonic()
         error = CancelledError() if future.cancelled() else future.exception()
         if error is None:
@@ -205,6 +217,10 @@ class Batcher:
             self._finish(batch, [error] * len(batch))
 
     def _finish(self, batch: list[_Query], results: Sequence[Any], ended: float | None = None) -> None:
+        """Deliver results or errors, and start the next batch.
+
+        ended : when the batch ended; None: it failed
+        """
         for query, result in zip(batch, results, strict=True):
             if isinstance(result, BaseException):
                 query.future.set_exception(result)
