@@ -182,6 +182,31 @@ def test_rows_whose_further_recording_is_missing_are_prepared_again_only_when_it
     assert f"{recording} was left out and has appeared" in caplog.text
 
 
+def test_a_row_whose_further_recording_is_damaged_is_prepared_again_only_when_that_is_repaired(sounds, tmp_path, caplog):
+    declared = {"clean": SignalColumn()}
+    recording = tmp_path / "damaged.wav"
+    recording.write_bytes(b"RIFF no sound")
+    corpus = write("csv", tmp_path, rows(sounds, u2={"clean_wav": str(recording)}), sounds)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert len(prepared(corpus, declared)["train"]) == CLIPS - 1
+        assert "already prepared" in caplog.text and "has appeared" not in caplog.text
+
+        recording.write_bytes((sounds / "clean2.wav").read_bytes())
+        assert len(prepared(corpus, declared)["train"]) == CLIPS
+    assert f"{recording} was left out and has appeared or changed" in caplog.text
+
+
+def test_a_further_recording_that_goes_on_is_told_with_its_column(sounds, tmp_path):
+    data = (sounds / "voice2.wav").read_bytes()
+    (tmp_path / "more.wav").write_bytes(data[:40] + (32_000).to_bytes(4, "little") + data[44:])
+    corpus = write("csv", tmp_path, rows(sounds, u2={"voice": str(tmp_path / "more.wav")}), sounds)
+    assert len(prepared(corpus)["train"]) == CLIPS
+    assert corpus.report["splits"]["train"]["notices"] == [
+        "1 recording longer than the header says, such as u2: voice: its header says 1.00 s, but it goes on to 2.20 s: "
+        "the rest isn't read"]
+
+
 def kinds_of_columns(held):
     """The type of each column and label of a batch by name; of tensors also their types of numbers and dimensions."""
     kinds = {}
