@@ -168,7 +168,7 @@ def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest:
     if not request.max_batch_seconds and keys.batching is None:
         raise SbkitError("the recipe has no batching", hint="set the audio in one batch: --max-batch-seconds 120")
     loader = EvalLoader(
-        manifest, recipe.task.encoder(keys), columns=BatchColumns(recipe.task.columns, keys),
+        manifest, recipe.task.tokenizer(keys), columns=BatchColumns(recipe.task.columns, keys),
         augment=keys.test_augment,
         max_batch_seconds=request.max_batch_seconds or keys.batching.max_batch_seconds,
         rank=ranks.rank(), world=ranks.world_size(), pin_memory=torch.device(brain.device).type == "cuda",

@@ -69,7 +69,7 @@ def read_run(run: str | Path) -> Recipe:
         raise SbkitError(f"{path} has no checkpointer, so nothing that it trained was saved",
                          hint="train it again with one")
     recipe = Recipe(hparams, load.read_keys(hparams, path), tree)
-    recipe.task.encoder(recipe.keys)  # loads the tokenizer and the like from the preparation
+    recipe.task.tokenizer(recipe.keys)  # loads the tokenizer and the like from the preparation
     return recipe
 
 

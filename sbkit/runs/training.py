@@ -48,7 +48,7 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
     test_only = config.run_opts.test_only
     train = keys.rows_of_training(manifests["train"])
     logs = ranks.is_main() and not test_only  # about training
-    encoder = recipe.task.encoder(keys)
+    tokenizer = recipe.task.tokenizer(keys)
     brain = recipe.brain(config.run_opts)
     recogniser = evaluation_options.recogniser_of(brain)
     if recogniser is not None:
@@ -62,18 +62,18 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
     plan = Plan.of(train, batching, keys.augment, progress.epochs, batching.rounding(device.type, brain.compile),
                    columns)
     if not test_only:
-        pad_to_shapes(brain, plan, device, train, encoder)
+        pad_to_shapes(brain, plan, device, train, tokenizer)
     steps = progress.steps(len(plan), epochs)
     if logs:
         _log_plan(plan, progress.epochs, steps, len(train), epochs)
 
     options = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": _workers(keys, config),
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
-    train_set = TrainLoader(train, encoder, plan, augment=keys.augment, nonspeech=vars(keys).get("nonspeech"),
+    train_set = TrainLoader(train, tokenizer, plan, augment=keys.augment, nonspeech=vars(keys).get("nonspeech"),
                             epochs=epochs, **options)
     options_of_evaluation = {"max_batch_seconds": batching.max_batch_seconds, **options}
-    valid_set = EvalLoader(manifests["dev"], encoder, augment=keys.valid_augment, **options_of_evaluation)
-    test_set = EvalLoader(manifests["test"], encoder, augment=keys.test_augment, **options_of_evaluation)
+    valid_set = EvalLoader(manifests["dev"], tokenizer, augment=keys.valid_augment, **options_of_evaluation)
+    test_set = EvalLoader(manifests["test"], tokenizer, augment=keys.test_augment, **options_of_evaluation)
     if flops is not None and device.type == "cuda" and not train.has_urls:
         warn_of_slow_reading(brain, train_set, device)
 

@@ -100,7 +100,7 @@ class TTS(Task):
         labels.make(keys, manifests, bundles)
 
     @classmethod
-    def encoder(cls, keys: TTSKeys) -> Symbols:
+    def tokenizer(cls, keys: TTSKeys) -> Symbols:
         """Return the symbols; raises unless the text encoder has a row for each of them, and for each speaker."""
         symbols, rows = keys.symbols.load(), keys.text_encoder
         for name, known, size in (("symbols", len(symbols), rows.symbols),

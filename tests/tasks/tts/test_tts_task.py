@@ -39,7 +39,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def task(run):
     made = toy_voice.brain(run[0], n_symbols=5, n_speakers=2, speakers={"several": True})
-    TTS.encoder(made.keys)
+    TTS.tokenizer(made.keys)
     return made
 
 
@@ -211,7 +211,7 @@ def test_the_corpus_must_fit_the_text_encoder(run):
     for name, more in (("symbols", {"n_symbols": 4}), ("speakers", {"n_symbols": 5, "n_speakers": 1})):
         keys = TTS.Keys.read(toy_voice.hparams(run[0], speakers={"several": True}, **more))
         with pytest.raises(SbkitError, match=f"text_encoder has . {name}, but the corpus .") as error:
-            TTS.encoder(keys)
+            TTS.tokenizer(keys)
         assert f"{name}: !ref <n_{name}>" in error.value.hint
 
 
