@@ -178,7 +178,8 @@ class Task(Brain):
 
     @classmethod
     def needs_text(cls) -> bool:
-        """Whether rows of a corpus without a text are left out: true if the task has ``tokens``, or a ``tokenizer`` of its own."""
+        """Whether rows of a corpus without a text are left out: true if the task has ``tokens``, or its own
+        ``tokenizer``."""
         of_class: Any = cls.tokenizer  # a bound method, whose type lacks __func__
         of_task: Any = Task.tokenizer
         return cls.tokens is not None or of_class.__func__ is not of_task.__func__
@@ -448,7 +449,7 @@ class Task(Brain):
             self.metrics_log.write(kind, epoch=epoch, step=self.optimizer_step,
                                    **{f"{prefix}_{name}": value for name, value in stats.items()})
 
-    # ------------------------------------------------------------ asked about rows, by validations, tests and evaluations
+    # ------------------------------------------------------------ asked about the rows of an evaluation
 
     @classmethod
     def check_manifest(cls, keys: OwnKeys, split: str, manifest: Manifest) -> None:

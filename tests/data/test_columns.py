@@ -182,7 +182,7 @@ def test_rows_whose_further_recording_is_missing_are_prepared_again_only_when_it
     assert f"{recording} was left out and has appeared" in caplog.text
 
 
-def test_a_row_whose_further_recording_is_damaged_is_prepared_again_only_when_that_is_repaired(sounds, tmp_path, caplog):
+def test_a_row_whose_further_recording_is_damaged_is_prepared_again_only_when_it_is_repaired(sounds, tmp_path, caplog):
     declared = {"clean": SignalColumn()}
     recording = tmp_path / "damaged.wav"
     recording.write_bytes(b"RIFF no sound")
