@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from sbkit.data import exclusions, leaks
 from sbkit.data.audio import length_tolerance
-from sbkit.data.columns import Declared, LabelColumn
+from sbkit.data.columns import Declared, TextColumn
 from sbkit.data.copies import Copies
 from sbkit.data.exclusions import MISSING, UNDECODABLE
 from sbkit.data.manifest import SECONDS, Column, Manifest, join
@@ -215,10 +215,10 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         too_few = np.array([count_words(text) < limits.min_words for text in texts], bool)
         decisions.leave_out("few words", too_few & ~is_silence)
 
-    # Further columns that the task declares: labels, and recordings beside the first one.
+    # Further columns that the task declares: texts such as labels, and recordings beside the first one.
     meta = dict(rows.meta)
     for name, column in columns.items():
-        if isinstance(column, LabelColumn):
+        if isinstance(column, TextColumn):
             is_empty = pc.equal(pc.utf8_trim_whitespace(rows.column(name).arrow), "").to_numpy(zero_copy_only=False)
             decisions.leave_out("empty column", is_empty, lambda row, name=name: name)  # type: ignore[misc]
             continue

@@ -84,8 +84,8 @@ class Task(Brain):
     parts: ClassVar[tuple[str, ...]] = ("modules",)
     """Keys whose objects are needed to send a batch through the model."""
     columns: ClassVar[Declared] = {}
-    """Columns of the corpus that batches hold besides recordings and texts, by name: ``LabelColumn`` or
-    ``SignalColumn``."""
+    """Columns of the corpus that batches hold besides recordings and texts, by name: a ``LabelColumn``, a
+    ``SignalColumn``, or a kind of the user's."""
     corpus_parts: ClassVar[tuple[CorpusPart, ...]] = ()
     """What is computed from the corpus, or limited in it, in this order."""
     tokens: ClassVar[TextTokens | None] = None

@@ -60,8 +60,8 @@ def rows(batch: object, start: int, stop: int) -> object:
         return _cut(batch, start, stop, size)
     if isinstance(batch, (list, tuple)):
         return type(batch)(_cut(value, start, stop, size) for value in batch)
-    # A plan's "damaged" and "goes_on", and the lists of keys that a PaddedBatch keeps to itself have other lengths.
-    whole = {"damaged", "goes_on"} if isinstance(batch, PlannedBatch) else set()
+    # Such lists, and those of keys that a PaddedBatch keeps to itself, may have any length.
+    whole = batch.not_by_row if isinstance(batch, PlannedBatch) else frozenset()
     fields = {key: value if key in whole or key.startswith("_") else _cut(value, start, stop, size)
               for key, value in vars(batch).items()}
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from sounds import encoded, speechlike
 
 from sbkit.data.augment import Augment, Crop, Gain, SpeedPerturb
 from sbkit.data.batch import Batch
-from sbkit.data.columns import BatchColumns, LabelColumn, Padded, SignalColumn
+from sbkit.data.columns import BatchColumns, LabelColumn, Padded, SignalColumn, TextColumn
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.plan import Batching, Plan
@@ -225,6 +226,29 @@ def test_a_dummy_batch_has_all_columns_of_a_batch_that_was_read(manifest, noise)
     dummy = BatchColumns(DECLARED, KEYS).dummy(read.signals, read.signal_lengths, noise=noise)
     assert {name for _, name in kinds_of_columns(dummy)} == set(DECLARED)
     assert kinds_of_columns(dummy) == kinds_of_columns({field: getattr(read, field) for field in dummy})
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberColumn(TextColumn):
+    """A kind of the user's: numbers, [B] float32."""
+
+    dummy: str = dataclasses.field(default="1.5", kw_only=True)
+
+    def of_rows(self, texts):
+        return torch.tensor([float(text) for text in texts])
+
+
+def test_a_kind_of_column_of_the_users_is_one_class(sounds, tmp_path):
+    listed = [{**row, "level": f"{number / 4}"} for number, row in enumerate(rows(sounds))]
+    declared = {"level": NumberColumn(), "clean": SignalColumn()}
+    found = prepared(write("csv", tmp_path, listed, sounds), declared)["train"]
+    assert len(found) == CLIPS
+    for batch in loader(found, declared=declared, workers=1).at(1):
+        assert batch.columns["level"].tolist() == [int(name[1:]) / 4 for name in batch.ids]
+        assert batch.to("meta").columns["level"].device.type == "meta"
+        assert batch.repeated(2).columns["level"].shape == (2 * len(batch),)
+    dummy = BatchColumns(declared).dummy(torch.zeros(2, 10), torch.tensor([10, 10]))
+    assert dummy["columns"]["level"].tolist() == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("augment", [None, Augment([SpeedPerturb([0.8, 1.1]), Crop(0.4), Gain()])])
