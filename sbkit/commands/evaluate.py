@@ -119,8 +119,9 @@ def evaluate(request: EvaluateRequest) -> int:
             recipe = restore.read_run(request.run)
             name, path, remote = ranks.run_on_main(evaluation.corpus, request, recipe)
             ranks.run_on_main(restore.warn_unfinished, recipe)
-            brain = restore.build(recipe, request.device, eval_precision=request.precision)
-            evaluation_options.use_options(brain, request, BundleLoader())
+            transcribe = evaluation_options.open_recogniser(recipe, BundleLoader(), request.recogniser)
+            brain = restore.build(recipe, request.device, transcribe=transcribe, eval_precision=request.precision)
+            evaluation_options.use_options(brain, request)
             results = _score_all(request, recipe, brain, name, path, remote)
             if not ranks.is_main():
                 return 0

@@ -49,10 +49,7 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
     train = keys.rows_of_training(manifests["train"])
     logs = ranks.is_main() and not test_only  # about training
     tokenizer = recipe.task.tokenizer(keys)
-    brain = recipe.brain(config.run_opts)
-    recogniser = evaluation_options.recogniser_of(brain)
-    if recogniser is not None:
-        evaluation_options.use_recogniser(brain, recogniser, bundles)
+    brain = recipe.brain(config.run_opts, transcribe=evaluation_options.open_recogniser(recipe, bundles))
     flops = utilisation(brain, device, train) if logs else None
 
     batching = keys.batching

@@ -21,6 +21,7 @@ import torch
 
 from sbkit.data.manifest import Manifest
 from sbkit.recipe.build import Built
+from sbkit.recipe.load import Transcribe
 from sbkit.recipe.source import Findings
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Player, Results, SoundSample
@@ -120,8 +121,8 @@ def random_order(name: str) -> str:
 class SpeechTest:
     """Times the speech that tests generate, has a recogniser transcribe it, and keeps a few clips of it."""
 
-    def __init__(self) -> None:
-        self.transcribe: Callable[[Sequence[np.ndarray]], list[str]] | None = None
+    def __init__(self, transcribe: Transcribe | None = None) -> None:
+        self.transcribe = transcribe
         """Transcribes waveforms [S] at the recipe's sample rate; None: there is no recogniser."""
         self.batch_seconds = 0.0
         """How long it took to generate the last batch's speech."""

@@ -25,6 +25,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
+from sbkit.recipe.load import Transcribe
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
@@ -36,6 +37,7 @@ from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
 from sbkit.tasks.corpus_part import CorpusPart, OwnKeys
+from sbkit.tasks.generation import SpeechTest
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.learning import LearningMonitor
 from sbkit.tasks.mixture_parts import ALL, MixtureParts
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
     from sbkit.data.loader import TrainLoader
     from sbkit.export.exported import Exported
     from sbkit.recipe.speed import Utilisation
-    from sbkit.tasks.generation import SpeechTest
     from sbkit.tasks.recognise.transcriber import Transcriber
 
 __all__ = ["Metric", "Task"]
@@ -72,7 +73,8 @@ class Task(Brain):
     of the class under ``Keys``; class methods, which are called before there is a model, get it as ``keys``.
 
     What several tasks share they hold as objects, not as base classes: ``corpus_parts`` and ``tokens`` of the class,
-    ``learning``, ``transcriber`` and ``speech_test`` of a Brain. A task sets those that it has; this class asks them.
+    ``learning`` and ``transcriber`` of a Brain. A task sets those that it has; this class asks them. A task that
+    generates speech has a ``speech_test``.
 
     The hooks ``begin_run``, ``begin_step`` and ``validated``, and those that are empty in SpeechBrain
     (``on_stage_start``, ``on_stage_end``, ``on_fit_batch_start``, ``on_fit_batch_end``), do nothing here: an override
@@ -98,6 +100,8 @@ class Task(Brain):
     can be padded to few shapes (``batching: pad_to_shapes``)."""
     writes_words: ClassVar[bool] = False
     """Whether its rows have a ``hypothesis``, which is empty where nobody speaks."""
+    generates_speech: ClassVar[bool] = False
+    """Whether its tests generate speech, for which it then has a ``speech_test``."""
     keys: TaskKeys
     learning: LearningMonitor | None = None
     """Warns if a recogniser doesn't learn; None: nothing watches the loss."""
@@ -106,8 +110,14 @@ class Task(Brain):
     speech_test: SpeechTest | None = None
     """Times, transcribes and samples the speech that tests generate; None: they generate none."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, transcribe: Transcribe | None = None, **kwargs: Any):
+        """Build the Brain; the arguments besides those of ``Brain`` are
+
+        transcribe : a recogniser for the speech that tests generate; None: there is none
+        """
         super().__init__(*args, **kwargs)
+        if self.generates_speech:
+            self.speech_test = SpeechTest(transcribe)
         self.rows: list[Any] = []
         """One object with an ``id`` for each utterance that this rank has evaluated in the current validation or test;
         ``compute_objectives`` or ``evaluate_batch`` adds them."""

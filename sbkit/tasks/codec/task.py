@@ -47,11 +47,12 @@ class Codec(Task):
     parts = ("compute_features", "encoder", "quantiser", "decoder", "head", "spectral_loss", "modules")
     metric = Metric("mel_distance")
     counts_real_rows: ClassVar[bool] = True
+    generates_speech = True
     keys: CodecKeys
+    speech_test: SpeechTest
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.speech_test: SpeechTest = SpeechTest()
         keys, rate = self.keys, self.keys.sample_rate
         self.coder = Coder(keys.compute_features, keys.encoder, keys.quantiser, keys.decoder, keys.head)
         self.mel_distance = MelDistance(rate, round(FRAME * rate), round(HOP * rate), BANDS).to(self.device)

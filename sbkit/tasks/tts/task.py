@@ -68,11 +68,12 @@ class TTS(Task):
     parts = ("text_encoder", "durations", "frame_decoder", "code_head", "quantiser", "decoder", "head", "modules")
     metric = Metric("loss")
     sized_by_corpus = ("n_symbols", "n_speakers")
+    generates_speech = True
     keys: TTSKeys
+    speech_test: SpeechTest
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.speech_test: SpeechTest = SpeechTest()
         keys = self.keys
         self.voice = VoiceModel(keys.text_encoder, keys.durations, keys.frame_decoder, keys.code_head, keys.quantiser,
                                 keys.decoder, keys.head)

@@ -18,6 +18,7 @@ from sbkit.data.batch import Batch, dummy_batch
 from sbkit.errors import SbkitError
 from sbkit.recipe.check import check
 from sbkit.runs import initial
+from sbkit.tasks.generation import SpeechTest
 from sbkit.tasks.tts import TTS
 
 TRAIN = {"t0": "ab ab", "t1": "c", "t2": "abcab", "t3": "b a"}
@@ -181,7 +182,7 @@ def test_a_test_transcribes_recordings_and_outputs_without_padding(task, run):
         transcribed.extend(signals)
         return [f"{len(signal)}" for signal in signals]
 
-    task.speech_test.transcribe = transcribe
+    task.speech_test = SpeechTest(transcribe)
     task.open_stage(Stage.TEST)
     given = batch(task, run[1]["train"], ["t0", "t1"])
     with torch.no_grad():
