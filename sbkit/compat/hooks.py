@@ -15,7 +15,8 @@ from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from sbkit.compat import loaders
+from sbkit.compat import loaders, workers
+from sbkit.compat.samplers import set_epoch
 from sbkit.data.batch import as_planned
 from sbkit.errors import SbkitError, explain
 from sbkit.recipe.speed import Utilisation
@@ -130,13 +131,13 @@ class BrainHooks:
             state.epoch_steps = steps
             rest = map(loaders.check_planned, train_set.at(epoch, min(state.epoch_step, steps)))
             on_device = loaders.on_device(rest, train_set, brain.device)
-            return EpochBatches(partial(loaders.iterator_of, on_device), state.epoch_step, steps, last_batch)
-        loaders.set_epoch(epoch, brain.train_sampler, train_set)
+            return EpochBatches(partial(workers.iterator_of, on_device), state.epoch_step, steps, last_batch)
+        set_epoch(epoch, brain.train_sampler, train_set)
         length = loaders.length(train_set)
         if length is not None:
             length += state.step - loaders.first_batch(train_set, state.step)
             last_batch = min(length, last_batch or length)
-        return EpochBatches(partial(loaders.iterator_of, train_set), state.step, length, last_batch)
+        return EpochBatches(partial(workers.iterator_of, train_set), state.step, length, last_batch)
 
     def before_batch(self, batch: MicroBatch, last: bool) -> None:
         self.brain.on_fit_batch_start(batch, last)
