@@ -41,12 +41,12 @@ class TextColumn:
 
     dummy: str = field(default="", kw_only=True)
 
-    def of_rows(self, texts: Sequence[str]) -> Any:
+    def of_rows(self, texts: Sequence[str]) -> Any:  # of the kind's own type
         """Make what ``batch.columns`` has of B rows: a list of B values, a tensor with B rows, or named tuples and
         dicts of these."""
         return list(texts)
 
-    def of_dummy(self, count: int) -> Any:
+    def of_dummy(self, count: int) -> Any:  # as above
         """Make the same for the rows of a dummy batch."""
         return self.of_rows([self.dummy] * count)
 

@@ -190,9 +190,8 @@ class Task(Brain):
     def needs_text(cls) -> bool:
         """Whether rows of a corpus without a text are left out: true if the task has ``tokens``, or its own
         ``tokenizer``."""
-        of_class: Any = cls.tokenizer  # a bound method, whose type lacks __func__
-        of_task: Any = Task.tokenizer
-        return cls.tokens is not None or of_class.__func__ is not of_task.__func__
+        overrides_tokenizer = any("tokenizer" in vars(base) for base in cls.__mro__[:cls.__mro__.index(Task)])
+        return cls.tokens is not None or overrides_tokenizer
 
     # ------------------------------------------------------------ asked by the check, the cost estimate and tune
 
