@@ -119,25 +119,32 @@ class BrainHooks:
         return Computed(outputs, objectives, as_loss(objectives, as_planned(batch).weight))
 
     def batches(self, train_set: DataSource, epoch: int) -> EpochBatches:
-        brain, state = self.brain, self.brain.train_state
-        last_batch = self.settings.batch_limit
         if loaders.has_plan(train_set):
-            begun, steps = state.epoch_steps, train_set.steps(epoch)
-            if state.epoch_step and begun not in (None, steps):
-                logger.warning(
-                    "Epoch %s started with %d steps and now has %d: the recipe, the corpus, the device or --compile "
-                    "(with round_seconds) has changed. Some utterances of this epoch are used twice or not at all.",
-                    epoch, begun, steps)
-            state.epoch_steps = steps
-            rest = map(loaders.check_planned, train_set.at(epoch, min(state.epoch_step, steps)))
-            on_device = loaders.on_device(rest, train_set, brain.device)
-            return EpochBatches(partial(workers.iterator_of, on_device), state.epoch_step, steps, last_batch)
-        set_epoch(epoch, brain.train_sampler, train_set)
+            return self._planned_batches(train_set, epoch)
+        set_epoch(epoch, self.brain.train_sampler, train_set)
+        done = self.brain.train_state.step
+        last_batch = self.settings.batch_limit
         length = loaders.length(train_set)
         if length is not None:
-            length += state.step - loaders.first_batch(train_set, state.step)
+            length += done - loaders.first_batch(train_set, done)
             last_batch = min(length, last_batch or length)
-        return EpochBatches(partial(workers.iterator_of, train_set), state.step, length, last_batch)
+        return EpochBatches(partial(workers.iterator_of, train_set), done, length, last_batch)
+
+    def _planned_batches(self, train_set: DataSource, epoch: int) -> EpochBatches:
+        """The rest of an epoch's plan; warns if the plan has changed since the epoch began."""
+        state = self.brain.train_state
+        steps_at_begin = state.epoch_steps
+        steps = train_set.steps(epoch)
+        if state.epoch_step and steps_at_begin not in (None, steps):
+            logger.warning(
+                "Epoch %s started with %d steps and now has %d: the recipe, the corpus, the device or --compile "
+                "(with round_seconds) has changed. Some utterances of this epoch are used twice or not at all.",
+                epoch, steps_at_begin, steps)
+        state.epoch_steps = steps
+        rest = map(loaders.check_planned, train_set.at(epoch, min(state.epoch_step, steps)))
+        on_device = loaders.on_device(rest, train_set, self.brain.device)
+        return EpochBatches(partial(workers.iterator_of, on_device), state.epoch_step, steps,
+                            self.settings.batch_limit)
 
     def before_batch(self, batch: MicroBatch, last: bool) -> None:
         self.brain.on_fit_batch_start(batch, last)
