@@ -97,10 +97,10 @@ def best_weights(recorder: Recorder, rows: Sequence[Any]) -> tuple[FusionWeights
 
     best = attempt(itertools.product(LM_WEIGHTS, WORD_SCORES))
     for _ in range(ROUNDS):
-        neighbours = ([round(value + step * size, 4) for step in (-1, 0, 1)]
-                      for value, size in zip(best, FINER, strict=True))
+        lm_weights, word_scores = ([round(value + step * size, 4) for step in (-1, 0, 1)]
+                                   for value, size in zip(best, FINER, strict=True))
         best_before = best
-        best = attempt(itertools.product(*neighbours))
+        best = attempt(itertools.product(lm_weights, word_scores))
         if best == best_before:
             break
     weights = dataclasses.replace(search.weights, lm=best[0], word=best[1])
