@@ -119,7 +119,7 @@ def prepared(path: Path, given: Mapping[str, object]) -> tuple[Recipe, dict[str,
     follows = made.task.prepare(made.keys, made.keys.corpus.prepare(show_progress=False), given)
     given = {**given, **{key: value for key, value in follows.items() if key in made.hparams}}
     made = load.open_recipe(path, given)
-    made.task.encoder(made.keys)
+    made.task.tokenizer(made.keys)
     return made, given
 
 

@@ -144,7 +144,7 @@ def labelled(folder: Path, manifests: dict[str, Manifest], **given) -> tuple[TTS
     follows = TTS.prepare(keys, manifests, {})
     TTS.label(keys, manifests, Bundles())
     made = brain(folder, Stage.TEST, **given, **follows)
-    TTS.encoder(made.keys)
+    TTS.tokenizer(made.keys)
     return made, follows
 
 

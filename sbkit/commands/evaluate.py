@@ -26,10 +26,10 @@ from sbkit.system.environment import check_torch
 
 if TYPE_CHECKING:
     from sbkit.data.manifest import Manifest
-    from sbkit.data.remote import Remote
     from sbkit.recipe.load import Recipe
     from sbkit.runs.evaluation import CheckpointResult
     from sbkit.runs.evaluation_request import EvaluateRequest
+    from sbkit.runs.scored_corpus import ScoredCorpus
     from sbkit.tasks.task import Task
 
 OVER_LIMIT = 1  # exit code
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 def evaluate(request: EvaluateRequest) -> int:
     """Score, write the files and print a table; the exit code says whether all bounds were met."""
     from sbkit.infer.bundles import BundleLoader
-    from sbkit.runs import evaluation, evaluation_options, restore
+    from sbkit.runs import evaluation_options, restore, scored_corpus
     from sbkit.train import device as devices
     from sbkit.train.distributed import ranks
 
@@ -117,11 +117,12 @@ def evaluate(request: EvaluateRequest) -> int:
     try:
         with ranks.failing_together():
             recipe = restore.read_run(request.run)
-            name, path, remote = ranks.run_on_main(evaluation.corpus, request, recipe)
+            corpus = ranks.run_on_main(scored_corpus.find, request, recipe)
             ranks.run_on_main(restore.warn_unfinished, recipe)
-            brain = restore.build(recipe, request.device, eval_precision=request.precision)
-            evaluation_options.use_options(brain, request, BundleLoader())
-            results = _score_all(request, recipe, brain, name, path, remote)
+            transcribe = evaluation_options.open_recogniser(recipe, BundleLoader(), request.recogniser)
+            brain = restore.build(recipe, request.device, transcribe=transcribe, eval_precision=request.precision)
+            evaluation_options.use_options(brain, request)
+            results = _score_all(request, recipe, brain, corpus)
             if not ranks.is_main():
                 return 0
             _print_results(results, request)
@@ -130,27 +131,25 @@ def evaluate(request: EvaluateRequest) -> int:
         ranks.shutdown()
 
 
-def _score_all(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, path: Path,
-               remote: Remote) -> list[CheckpointResult]:
-    """Score all requested weights on a manifest, and write what each scores.
-
-    name : of the results' folder, before what it says of the weights
-    path : of the manifest, whose recordings may be at the URLs that ``remote`` allows
-    """
+def _score_all(request: EvaluateRequest, recipe: Recipe, brain: Task, corpus: ScoredCorpus) -> list[CheckpointResult]:
+    """Score all requested weights on a corpus, and write what each scores."""
     from sbkit.data.manifest import Manifest
     from sbkit.runs import restore
 
-    manifest = Manifest.read(path, remote=remote)
+    manifest = Manifest.read(corpus.manifest, remote=corpus.remote)
     for weights in request.weights:
         if weights.by_name:
             restore.find_checkpoint(recipe.keys.checkpointer, weights.checkpoint)  # before another is scored for hours
-    return [_score(request, recipe, brain, weights, manifest, name, path) for weights in request.weights]
+    return [_score(request, recipe, brain, weights, manifest, corpus) for weights in request.weights]
 
 
 def _score(request: EvaluateRequest, recipe: Recipe, brain: Task, weights: ChosenWeights, manifest: Manifest,
-           name: str, path: Path) -> CheckpointResult:
-    """Score some of the run's weights, and write the results."""
-    from sbkit.runs import evaluation, evaluation_options, restore
+           corpus: ScoredCorpus) -> CheckpointResult:
+    """Score some of the run's weights, and write the results.
+
+    manifest : of the corpus
+    """
+    from sbkit.runs import behaviour, evaluation, evaluation_options, restore, scored_corpus
     from sbkit.train.distributed import ranks
 
     checkpoints = [Path(checkpoint.path).name for checkpoint in restore.take_weights(brain, weights)]
@@ -162,17 +161,17 @@ def _score(request: EvaluateRequest, recipe: Recipe, brain: Task, weights: Chose
     label = weights.label(checkpoints[0], len(checkpoints)) + request.label()
     scored = evaluation.score(request, recipe, brain, manifest, label)
     if request.behaviour:
-        behaviour = evaluation.try_behaviour(request, recipe, brain, manifest, recipe.keys.sample_rate)
-        scored.results.tables += behaviour.tables
-        scored.results.stats.update(behaviour.figures)
-        scored.facts.update(behaviour=behaviour.figures, tables=[vars(one) for one in behaviour.tables])
+        found = behaviour.try_behaviour(request, recipe, brain, manifest, recipe.keys.sample_rate)
+        scored.results.tables += found.tables
+        scored.results.stats.update(found.figures)
+        scored.facts.update(behaviour=found.figures, tables=[vars(one) for one in found.tables])
     search = {**evaluation_options.search_facts(brain), **tuned}
     if search:
         scored.facts["decoder"] = search
     scored.facts.update(
-        run=str(request.run.resolve()), corpus=request.on, source=evaluation.source(request.on),
-        manifest=str(path.resolve()), checkpoint=label, checkpoints=checkpoints,
-        folder=str(request.folder / f"{name}-{label}"))
+        run=str(request.run.resolve()), corpus=request.on, source=scored_corpus.named(request.on),
+        manifest=str(corpus.manifest.resolve()), checkpoint=label, checkpoints=checkpoints,
+        folder=str(request.folder / f"{corpus.name}-{label}"))
     return scored._replace(replaced=ranks.run_on_main(evaluation.write, scored, manifest))
 
 

@@ -18,11 +18,10 @@ from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, registe
 from speechbrain.utils.run_opts import RunOptions
 from torch.optim import Optimizer
 
-from sbkit.compat import loaders
+from sbkit.compat import loaders, script_loop
 from sbkit.compat.drawn_ahead import SpeechBrainDrawnAhead
 from sbkit.compat.evaluation_pass import evaluation_pass
 from sbkit.compat.hooks import BrainHooks, objectives_of
-from sbkit.compat.script_loop import ScriptTrainer
 from sbkit.compat.wrapping import share_training
 from sbkit.data.loader import plain_worker_errors
 from sbkit.errors import SbkitError, first_line
@@ -35,7 +34,7 @@ from sbkit.recipe.speed import Utilisation
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import limit_torch_threads
 from sbkit.train import compiling, options, precision, rate_factors, rng, script_start
-from sbkit.train.batches import DataSource, MicroBatch, is_last
+from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks, sharding
 from sbkit.train.forward_state import restoring
@@ -49,12 +48,9 @@ from sbkit.train.optimizer_trial import mistakes_of
 from sbkit.train.results import StepResult
 from sbkit.train.state import TrainState, state_view
 from sbkit.train.trainer import Trainer
-from sbkit.train.update import skips_itself, update
+from sbkit.train.update import skips_itself
 
 logger = logging.getLogger(__name__)
-
-#: What a script may override of SpeechBrain's step, so that ``ScriptTrainer`` trains it.
-_METHODS_OF_A_STEP = ("fit_batch", "optimizers_step", "update_average", "check_loss_isfinite", "_fit_train")
 
 
 @register_checkpoint_hooks
@@ -129,8 +125,7 @@ class Brain(sb.core.Brain):
                                  SpeechBrainDrawnAhead(self.layer_roots, device))
         self._rate_factors: dict[str, float] = {}
         """The factors of parameters by path, once there are optimizers."""
-        self.overridden_methods = [name for name in _METHODS_OF_A_STEP
-                           if getattr(type(self), name) is not getattr(Brain, name)]
+        self.overridden_methods = script_loop.overridden_methods(type(self), Brain)
         """The methods of SpeechBrain's step that the class overrides."""
         self.trainer = self._make_trainer(device)
         self._save_with_checkpoints()
@@ -174,7 +169,7 @@ class Brain(sb.core.Brain):
             "precision": precision.Scaled(self.scaler) if self.scaler.is_enabled() else precision.Unscaled(device),
             "moving_average": self.keys.moving_average}
         if self.overridden_methods:
-            return ScriptTrainer(self, self.overridden_methods, **objects)
+            return script_loop.ScriptTrainer(self, self.overridden_methods, **objects)
         return Trainer(**objects)
 
     def _save_with_checkpoints(self) -> None:
@@ -287,41 +282,16 @@ class Brain(sb.core.Brain):
 
     # ------------------------------------------------------------ one batch
 
-    def fit_batch(self, batch: MicroBatch) -> torch.Tensor:
-        """Train on one batch as SpeechBrain does, and return its detached loss.
+    # SpeechBrain's step. Scripts override these two and call ``super()``, so they must be methods of this class; what
+    # they do is in ``script_loop``, since ``fit`` calls them only if a part of the step is overridden.
 
-        ``fit`` calls it only if a recipe overrides a part of SpeechBrain's step (see ``ScriptTrainer``); otherwise it
-        takes whole steps (see ``Trainer.train_step``).
-        """
-        last = is_last(batch)
-        should_step = self.step % self.grad_accumulation_factor == 0 if last is None else last
-        self.on_fit_batch_start(batch, should_step)
-        with self.no_sync(not should_step):
-            outputs, objectives, loss = self.trainer.parallel.loss_of(batch)
-            count = torch.as_tensor(loss.count, device=loss.total.device)
-            mean = loss.total / count.where(count > 0, 1)  # a dummy batch has no units, and its gradient is 0
-            scaled = self.scaler.scale(mean / (self.grad_accumulation_factor if last is None else batch.micros))
-            self.check_loss_isfinite(scaled)
-            scaled.backward()
-        if should_step:
-            self.optimizers_step()
-        self.on_fit_batch_end(batch, outputs, objectives, should_step)
-        return loss.mean.detach()
+    def fit_batch(self, batch: MicroBatch) -> torch.Tensor:
+        """Train on one batch as SpeechBrain does, and return its detached loss (see ``script_loop.fit_batch``)."""
+        return script_loop.fit_batch(self, batch)
 
     def optimizers_step(self) -> None:
-        """Clip each optimizer's gradients and update, unless something is not finite; called by ``fit_batch``."""
-        eager = self.trainer.eager
-        if not self.trainer.hooks.updates_weights:
-            return
-        scale = self.scaler.factor()
-        factor = torch.ones((), device=eager.device) if scale is None else 1 / scale
-        optimizers, rates_on_device = eager.prepare_update()
-        with eager.rescaling_frozen(optimizers):
-            _, skipped = update(optimizers, factor, self.max_grad_norm, rates=rates_on_device)
-            eager.adjust_scale_and_average(skipped, skipped)
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-        self.optimizer_step += 1
+        """Update the weights as SpeechBrain does; ``fit_batch`` calls it (see ``script_loop.optimizers_step``)."""
+        script_loop.optimizers_step(self)
 
     @contextlib.contextmanager
     def no_sync(self, use: bool = True) -> Iterator[None]:

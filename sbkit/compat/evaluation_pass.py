@@ -12,7 +12,7 @@ import torch
 from speechbrain.core import Stage
 from torch import nn
 
-from sbkit.compat import loaders
+from sbkit.compat import loaders, workers
 from sbkit.nn import guard
 from sbkit.system import memory
 from sbkit.train.batches import DataSource
@@ -69,7 +69,7 @@ def evaluation_pass(brain: Any, loader: DataSource, stage: Stage, name: str,  # 
 
     brain.step = 0
     with evaluation_mode(brain.layer_roots), trainer.parallel.gathered(), averaged_weights, display:
-        for batch in loaders.iterator_of(batches):
+        for batch in workers.iterator_of(batches):
             if trainer.asked_to_stop:
                 break
             brain.step += 1

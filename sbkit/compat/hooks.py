@@ -15,7 +15,8 @@ from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from sbkit.compat import loaders
+from sbkit.compat import loaders, workers
+from sbkit.compat.samplers import set_epoch
 from sbkit.data.batch import as_planned
 from sbkit.errors import SbkitError, explain
 from sbkit.recipe.speed import Utilisation
@@ -117,25 +118,32 @@ class BrainHooks:
         self.brain.open_stage(Stage.TRAIN, epoch)
 
     def batches(self, train_set: DataSource, epoch: int) -> EpochBatches:
-        brain, state = self.brain, self.brain.train_state
-        last_batch = self.settings.batch_limit
         if loaders.has_plan(train_set):
-            begun, steps = state.planned_steps_in_epoch, train_set.steps(epoch)
-            if state.steps_in_epoch and begun not in (None, steps):
-                logger.warning(
-                    "Epoch %s started with %d steps and now has %d: the recipe, the corpus, the device or --compile "
-                    "(with round_seconds) has changed. Some utterances of this epoch are used twice or not at all.",
-                    epoch, begun, steps)
-            state.planned_steps_in_epoch = steps
-            rest = map(loaders.check_planned, train_set.at(epoch, min(state.steps_in_epoch, steps)))
-            on_device = loaders.on_device(rest, train_set, brain.device)
-            return EpochBatches(partial(loaders.iterator_of, on_device), state.steps_in_epoch, steps, last_batch)
-        loaders.set_epoch(epoch, brain.train_sampler, train_set)
+            return self._planned_batches(train_set, epoch)
+        set_epoch(epoch, self.brain.train_sampler, train_set)
+        done = self.brain.train_state.batches_in_epoch
+        last_batch = self.settings.batch_limit
         length = loaders.length(train_set)
         if length is not None:
-            length += state.batches_in_epoch - loaders.first_batch(train_set, state.batches_in_epoch)
+            length += done - loaders.first_batch(train_set, done)
             last_batch = min(length, last_batch or length)
-        return EpochBatches(partial(loaders.iterator_of, train_set), state.batches_in_epoch, length, last_batch)
+        return EpochBatches(partial(workers.iterator_of, train_set), done, length, last_batch)
+
+    def _planned_batches(self, train_set: DataSource, epoch: int) -> EpochBatches:
+        """The rest of an epoch's plan; warns if the plan has changed since the epoch began."""
+        state = self.brain.train_state
+        steps_at_begin = state.planned_steps_in_epoch
+        steps = train_set.steps(epoch)
+        if state.steps_in_epoch and steps_at_begin not in (None, steps):
+            logger.warning(
+                "Epoch %s started with %d steps and now has %d: the recipe, the corpus, the device or --compile "
+                "(with round_seconds) has changed. Some utterances of this epoch are used twice or not at all.",
+                epoch, steps_at_begin, steps)
+        state.planned_steps_in_epoch = steps
+        rest = map(loaders.check_planned, train_set.at(epoch, min(state.steps_in_epoch, steps)))
+        on_device = loaders.on_device(rest, train_set, self.brain.device)
+        return EpochBatches(partial(workers.iterator_of, on_device), state.steps_in_epoch, steps,
+                            self.settings.batch_limit)
 
     def begin_profile(self) -> None:
         if self.brain.profiler is not None:

@@ -1,33 +1,31 @@
-"""Data loaders for ``fit`` and ``evaluate``: SpeechBrain's, or those of sbkit, which know about ranks."""
+"""Data loaders for ``fit`` and ``evaluate``: SpeechBrain's, or those of sbkit, which know about ranks.
+
+A loader is of one of four kinds: one with a plan (``has_plan``), one that yields this rank's share (``is_share``),
+torch's or SpeechBrain's own, and a dataset, for which a Brain makes one (``resolve_loader``).
+"""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import itertools
 import json
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import speechbrain as sb
-import torch
 from speechbrain.core import Stage
 from speechbrain.dataio.batch import PaddedBatch
 from speechbrain.dataio.dataloader import LoopedLoader
 from speechbrain.dataio.dataset import DynamicItemDataset
-from speechbrain.dataio.sampler import DistributedSamplerWrapper
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from sbkit.compat import workers
+from sbkit.compat.samplers import ShareSampler, give_same_order
 from sbkit.data.batch import PlannedBatch
-from sbkit.data.reader import init_worker, starting_workers
 from sbkit.errors import SbkitError
-from sbkit.train import rng
 from sbkit.train.batches import DataSource
 from sbkit.train.distributed import ranks
 
@@ -47,43 +45,6 @@ def is_share(loader: object) -> bool:
     """Return whether a loader yields only this rank's share (``sbkit.data.loader.EvalLoader``): it is no dataset."""
     return not isinstance(loader, (DataLoader, LoopedLoader, Dataset)) and (
         hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"))
-
-
-@partial(register_checkpoint_hooks, save_on_main_only=False)
-class LoaderCounts:
-    """A recoverable for what a loader's ``state_dict`` counts on each rank, such as damaged recordings.
-
-    With another number of ranks, numbers are divided evenly over ranks, and each rank gets all named entries.
-    """
-
-    def __init__(self, loader: Stateful):
-        self.loader = loader
-
-    @mark_as_saver
-    def _save(self, path: str | os.PathLike[str]) -> None:
-        counts = ranks.gather_objects(self.loader.state_dict())
-        if ranks.is_main():
-            Path(path).write_text(json.dumps(counts), encoding="utf-8")
-
-    @mark_as_loader
-    def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
-        del end_of_epoch
-        counts = json.loads(Path(path).read_text(encoding="utf-8"))
-        rank, world = ranks.rank(), ranks.world_size()
-        part: dict[str, dict[str, Any] | int] = counts[rank] if len(counts) == world else {}
-        for name in () if len(counts) == world else counts[0]:
-            values = [each[name] for each in counts]
-            part[name] = {key: value for each in values for key, value in each.items()} \
-                if isinstance(values[0], dict) else sum(values) // world + (rank < sum(values) % world)
-        self.loader.load_state_dict(part)
-
-
-def set_epoch(epoch: int, *holders: Any) -> None:
-    """Set the epoch of all samplers, including those in a ``batch_sampler``, which SpeechBrain leaves out."""
-    found: list[Any] = [sampler for each in holders
-                        for sampler in (each, getattr(each, "batch_sampler", None), getattr(each, "sampler", None))]
-    for sampler in {id(sampler): sampler for sampler in found if hasattr(sampler, "set_epoch")}.values():
-        sampler.set_epoch(epoch)
 
 
 def length(loader: DataSource) -> int | None:
@@ -127,102 +88,74 @@ def check_planned(batch: T) -> T:
 
 
 def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: dict[str, Any]) -> DataSource:
-    """Return the loader for a stage: the given one, or one for the given dataset."""
-    planned = stage is Stage.TRAIN and has_plan(dataset)
-    if planned and brain.checkpointer is not None and hasattr(dataset, "load_state_dict"):
-        brain.checkpointer.add_recoverable("loader", LoaderCounts(dataset), optional_load=True)
-    if dataset is None or planned:
+    """Return the loader for a stage: the given one, or one for the given dataset.
+
+    kwargs : the arguments that ``fit`` or ``evaluate`` got for torch's loader
+    """
+    if dataset is None:
+        return None
+    if stage is Stage.TRAIN and has_plan(dataset):
+        if brain.checkpointer is not None and hasattr(dataset, "load_state_dict"):
+            brain.checkpointer.add_recoverable("loader", LoaderCounts(dataset), optional_load=True)
         return dataset
-    if not (isinstance(dataset, (DataLoader, LoopedLoader)) or is_share(dataset)):
+
+    loader = dataset
+    if not isinstance(dataset, (DataLoader, LoopedLoader)) and not is_share(dataset):
         if stage is not Stage.TRAIN and brain.shares_validation and ranks.world_size() > 1:
-            if isinstance(dataset, IterableDataset):
-                raise SbkitError("an IterableDataset can't be split over ranks, but each rank evaluates only its share",
-                                 hint="give fit and evaluate an iterable that is not a Dataset and yields this rank's "
-                                      "share; a script can also remove share_validation")
-            kwargs = dict(kwargs)
-            if isinstance(dataset, DynamicItemDataset):
-                kwargs.setdefault("collate_fn", PaddedBatch)
-            which = "batch_sampler" if kwargs.get("batch_sampler") is not None else "sampler"
-            if kwargs.get(which) is None:
-                kwargs[which] = SequentialSampler(dataset)
-                kwargs.pop("shuffle", None)
-            kwargs[which] = ShareSampler(kwargs[which], ranks.rank(), ranks.world_size())
-        dataset = brain.make_dataloader(dataset, stage=stage, **kwargs)
-    ordinary = _with_workers(dataset)
-    if ordinary is not None and getattr(ordinary.worker_init_fn, "func", None) is not _start_worker:
-        ordinary.worker_init_fn = partial(_start_worker, ordinary.worker_init_fn)
-    for sampler in (getattr(dataset, "batch_sampler", None), getattr(dataset, "sampler", None)):
-        name = {DistributedSamplerWrapper: "sampler", ShareSampler: "whole"}.get(type(sampler))
-        if ranks.world_size() > 1 and name and not isinstance(getattr(sampler, name), SameOrderSampler):
-            setattr(sampler, name, SameOrderSampler(getattr(sampler, name), int(brain.keys.seed or 0), brain.device))
-    return dataset
+            kwargs = _of_share(dataset, kwargs)
+        loader = brain.make_dataloader(dataset, stage=stage, **kwargs)
+    workers.survive_signals(loader)
+    give_same_order(loader, int(brain.keys.seed or 0), brain.device)
+    return loader
 
 
-def _with_workers(loader: object) -> DataLoader[Any] | None:
-    """Return torch's loader if this is one, or a LoopedLoader of one, that reads in worker processes."""
-    inner = getattr(loader, "loader", loader)
-    return inner if isinstance(inner, DataLoader) and inner.num_workers else None
+def _of_share(dataset: DataSource, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments for a loader that reads only this rank's share of a dataset."""
+    if isinstance(dataset, IterableDataset):
+        raise SbkitError("an IterableDataset can't be split over ranks, but each rank evaluates only its share",
+                         hint="give fit and evaluate an iterable that is not a Dataset and yields this rank's "
+                              "share; a script can also remove share_validation")
+    kwargs = dict(kwargs)
+    if isinstance(dataset, DynamicItemDataset):
+        kwargs.setdefault("collate_fn", PaddedBatch)
+    divided = "batch_sampler" if kwargs.get("batch_sampler") is not None else "sampler"
+    if kwargs.get(divided) is None:
+        kwargs[divided] = SequentialSampler(dataset)
+        kwargs.pop("shuffle", None)
+    kwargs[divided] = ShareSampler(kwargs[divided], ranks.rank(), ranks.world_size())
+    return kwargs
 
 
-def _start_worker(given: Callable[[int], None] | None, worker: int) -> None:
-    """Let a worker survive signals to the process group, as the run does; then call the recipe's ``worker_init_fn``."""
-    init_worker(worker)
-    if given is not None:
-        given(worker)
+@partial(register_checkpoint_hooks, save_on_main_only=False)
+class LoaderCounts:
+    """A recoverable for what a loader's ``state_dict`` counts on each rank, such as damaged recordings.
 
+    With another number of ranks, numbers are divided evenly over ranks, and each rank gets all named entries.
+    """
 
-def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return the iterator of a loader; signals don't end its workers while they start."""
-    ordinary = _with_workers(loader)
-    if ordinary is None:
-        return iter(loader)
-    with starting_workers():
-        iterator = iter(loader)
-    with contextlib.suppress(TypeError):  # a recipe's own iterator may be of a kind that can't be kept
-        _iterators[iterator] = ordinary
-    return iterator
+    def __init__(self, loader: Stateful):
+        self.loader = loader
 
+    @mark_as_saver
+    def _save(self, path: str | os.PathLike[str]) -> None:
+        counts = ranks.gather_objects(self.loader.state_dict())
+        if ranks.is_main():
+            Path(path).write_text(json.dumps(counts), encoding="utf-8")
 
-_iterators: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()  # by torch's own iterators
-os.register_at_fork(after_in_child=_iterators.clear)  # their workers are the parent's
+    @mark_as_loader
+    def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+        del end_of_epoch
+        counts_of_ranks = json.loads(Path(path).read_text(encoding="utf-8"))
+        rank, world = ranks.rank(), ranks.world_size()
+        if len(counts_of_ranks) == world:
+            self.loader.load_state_dict(counts_of_ranks[rank])
+            return
 
-
-@atexit.register
-def _end_workers() -> None:
-    """End the workers of ordinary loaders, which ignore SIGTERM, before multiprocessing would wait for them."""
-    for iterator, loader in list(_iterators.items()):
-        for each in (getattr(iterator, "iterator", iterator), loader._iterator):
-            if each is not None and hasattr(each, "_shutdown_workers"):
-                each._shutdown_workers()
-
-
-class SameOrderSampler(Sampler[Any]):
-    """Another sampler with the same order on all ranks, independent of their random number generators."""
-
-    def __init__(self, whole: Any, seed: int, device: torch.device | str):  # torch's Sampler has no length
-        self.whole, self.seed, self.device, self.epoch = whole, seed, device, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of this epoch, also in the sampler."""
-        self.epoch = int(epoch)
-        set_epoch(epoch, self.whole)
-
-    def __iter__(self) -> Iterator[Any]:
-        with rng.seeded(self.seed, self.epoch, device=self.device):
-            return iter(list(self.whole))
-
-    def __len__(self) -> int:
-        return len(self.whole)
-
-
-class ShareSampler(Sampler[Any]):
-    """Every ``world``-th element of another sampler, without repeating any to make shares equal."""
-
-    def __init__(self, whole: Any, rank: int, world: int):  # as above
-        self.whole, self.rank, self.world = whole, rank, world
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self.whole), self.rank, None, self.world)
-
-    def __len__(self) -> int:
-        return len(range(self.rank, len(self.whole), self.world))
+        counts: dict[str, dict[str, Any] | int] = {}
+        for name in counts_of_ranks[0]:
+            values = [counts_of_rank[name] for counts_of_rank in counts_of_ranks]
+            if isinstance(values[0], dict):
+                counts[name] = {key: value for named in values for key, value in named.items()}
+            else:
+                counts[name] = sum(values) // world + (rank < sum(values) % world)
+        self.loader.load_state_dict(counts)

@@ -1,4 +1,8 @@
-"""SpeechBrain's own loop over a step, for scripts that override a part of it."""
+"""SpeechBrain's own loop over a step, for scripts that override a part of it.
+
+A script overrides methods of the Brain, so these have to be methods there. They only call functions of this file, which
+get the Brain.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,71 @@ from typing import Any
 
 import torch
 
-from sbkit.train.batches import DataSource, MicroBatch
+from sbkit.train.batches import DataSource, MicroBatch, is_last
 from sbkit.train.distributed import ranks
 from sbkit.train.loss import one_number
 from sbkit.train.monitor.epoch_progress import EpochProgress
 from sbkit.train.results import FLAGS
 from sbkit.train.trainer import NotFinite, Trainer
+from sbkit.train.update import update
 
 logger = logging.getLogger(__name__)
+
+Brain = Any  # an sbkit.Brain, whose module imports this one
+
+#: What a script may override of SpeechBrain's step, so that ``ScriptTrainer`` trains it.
+_METHODS_OF_A_STEP = ("fit_batch", "optimizers_step", "update_average", "check_loss_isfinite", "_fit_train")
+
+
+def overridden_methods(script_class: type, brain_class: type) -> list[str]:
+    """Return the methods of SpeechBrain's step that a script's class overrides, compared with ``sbkit.Brain``."""
+    return [name for name in _METHODS_OF_A_STEP if getattr(script_class, name) is not getattr(brain_class, name)]
+
+
+def fit_batch(brain: Brain, batch: MicroBatch) -> torch.Tensor:
+    """Train on one batch as SpeechBrain does, and return its detached loss.
+
+    A batch of a plan says itself whether it ends a step, and of how many its step consists; any other ends one every
+    ``grad_accumulation_factor`` batches.
+    """
+    ends_planned_step = is_last(batch)
+    if ends_planned_step is None:
+        batches_of_step = brain.grad_accumulation_factor
+        should_step = brain.step % batches_of_step == 0
+    else:
+        batches_of_step = batch.micros
+        should_step = ends_planned_step
+
+    brain.on_fit_batch_start(batch, should_step)
+    with brain.no_sync(not should_step):
+        outputs, objectives, loss = brain.trainer.parallel.loss_of(batch)
+        count = torch.as_tensor(loss.count, device=loss.total.device)
+        mean = loss.total / count.where(count > 0, 1)  # a dummy batch has no units, and its gradient is 0
+        scaled = brain.scaler.scale(mean / batches_of_step)
+        brain.check_loss_isfinite(scaled)
+        scaled.backward()
+    if should_step:
+        brain.optimizers_step()
+    brain.on_fit_batch_end(batch, outputs, objectives, should_step)
+    return loss.mean.detach()
+
+
+def optimizers_step(brain: Brain) -> None:
+    """Clip each optimizer's gradients, update unless something is not finite, and count the step."""
+    trainer = brain.trainer
+    if not trainer.hooks.updates_weights:
+        return
+    eager = trainer.eager
+    scale = brain.scaler.factor()
+    gradient_factor = torch.ones((), device=eager.device) if scale is None else 1 / scale
+
+    optimizers, rates_on_device = eager.prepare_update()
+    with eager.rescaling_frozen(optimizers):
+        _, skipped = update(optimizers, gradient_factor, brain.max_grad_norm, rates=rates_on_device)
+        eager.adjust_scale_and_average(skipped, skipped)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+    brain.optimizer_step += 1
 
 
 class ScriptTrainer(Trainer):
@@ -54,7 +115,7 @@ class ScriptTrainer(Trainer):
     overridden : the methods of SpeechBrain's step that the script overrides
     """
 
-    def __init__(self, brain: Any, overridden: Collection[str], **settings: Any):  # an sbkit.Brain, as in ``hooks``
+    def __init__(self, brain: Brain, overridden: Collection[str], **settings: Any):
         super().__init__(**settings)
         self.brain = brain
         self.overridden = overridden
@@ -70,15 +131,12 @@ class ScriptTrainer(Trainer):
         updates_before = self.state.optimizer_step
         batches_before = self.state.batches_in_epoch
         self._train_steps(micro_batches, progress, train_set, epoch)
-        trained = self.state.batches_in_epoch > batches_before
-        if trained and self.state.optimizer_step == updates_before and not self._warned and ranks.is_main():
-            self._warned = True
-            logger.warning("No update was counted in epoch %d, so what follows the steps stays where it is: learning "
-                           "rate, thawing, limits. If optimizers_step or fit_batch of %s updates weights, let it also "
-                           "do self.optimizer_step += 1, as SpeechBrain's does", epoch, type(self.brain).__name__)
+        if self.state.batches_in_epoch > batches_before and self.state.optimizer_step == updates_before:
+            self._warn_of_uncounted_updates(epoch)
 
     def _train_steps(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: EpochProgress,
                      train_set: DataSource, epoch: int) -> None:
+        """Train on each micro-batch; after the last of a step, do what is due between steps."""
         state = self.state
         while self.prepare_step(train_set, epoch):
             following = next(micro_batches, None)
@@ -94,6 +152,15 @@ class ScriptTrainer(Trainer):
                 self.open_next_step()
             if last:
                 self.between_steps(self._agree_on_flags(), progress)
+
+    def _warn_of_uncounted_updates(self, epoch: int) -> None:
+        """Warn once that batches were trained on, but no update was counted."""
+        if self._warned or not ranks.is_main():
+            return
+        self._warned = True
+        logger.warning("No update was counted in epoch %d, so what follows the steps stays where it is: learning "
+                       "rate, thawing, limits. If optimizers_step or fit_batch of %s updates weights, let it also "
+                       "do self.optimizer_step += 1, as SpeechBrain's does", epoch, type(self.brain).__name__)
 
     def _fit_batch(self, batch: MicroBatch, epoch: int) -> None:
         """Train on a micro-batch by the script's methods, and count its loss."""

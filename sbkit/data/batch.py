@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class PlannedBatch:
     weight: float = 1.0
     beyond_shape: bool = False
     damaged: Sequence[tuple[str, str]] = ()
+    #: Fields whose lists don't have one entry for each row.
+    not_by_row: ClassVar[frozenset[str]] = frozenset(("damaged", "goes_on"))
 
     @property
     def seconds(self) -> float:
@@ -78,8 +80,8 @@ class Batch(PlannedBatch):
     token_lengths: Tensor
     """``[B]`` int64."""
     texts: list[str]
-    columns: dict[str, Any] = field(default_factory=dict)  # of the declared types
-    """The columns that the task declares, by name: B texts, or ``Padded`` signals."""
+    columns: dict[str, Any] = field(default_factory=dict)  # what each kind of column makes
+    """The columns that the task declares, by name: B texts, ``Padded`` signals, or what a kind of the user's makes."""
     labels: dict[str, Tensor] = field(default_factory=dict)
     """``[B]`` int64, the numbers of texts of ``columns`` in a list of the recipe."""
     step: int = 0
@@ -143,11 +145,11 @@ class Batch(PlannedBatch):
 
     def repeated(self, times: int) -> Batch:
         """A batch with all rows repeated ``times`` times, for a model that sees several views of each utterance."""
-        longer = self._map(lambda tensor: tensor.repeat(times, *[1] * (tensor.dim() - 1)))
-        return dataclasses.replace(
-            longer, ids=self.ids * times, texts=self.texts * times,
-            columns={name: column * times if isinstance(column, list) else column
-                     for name, column in longer.columns.items()})
+        longer = copy.copy(self)
+        for name, value in vars(self).items():
+            if name not in self.not_by_row:
+                setattr(longer, name, _repeated(value, times))
+        return longer
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory, from which a GPU can copy while it computes."""
@@ -165,25 +167,46 @@ class Batch(PlannedBatch):
         return mapped
 
 
+# A field may hold tensors within dicts, named tuples and tuples, and in lists with one entry for each row.
+
+
 def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors_in(inner)
-    elif isinstance(value, tuple):  # Padded
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _tensors_in(inner)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # of the same type as the value
+    """A copy of a field with all its tensors changed; lists without tensors stay the same objects."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
         return {name: _mapped(inner, change) for name, inner in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # Padded
-        return type(value)(*(_mapped(inner, change) for inner in value))
-    return value  # texts and numbers
+    if isinstance(value, (list, tuple)) and any(True for _ in _tensors_in(value)):
+        return _like(value, [_mapped(inner, change) for inner in value])
+    return value
+
+
+def _repeated(value: Any, times: int) -> Any:  # of the same type as the value
+    """A field with all rows repeated."""
+    if isinstance(value, Tensor):
+        return value.repeat(times, *[1] * (value.dim() - 1))
+    if isinstance(value, dict):
+        return {name: _repeated(inner, times) for name, inner in value.items()}
+    if isinstance(value, list):
+        return value * times
+    if isinstance(value, tuple):
+        return _like(value, [_repeated(inner, times) for inner in value])
+    return value  # numbers
+
+
+def _like(value: Any, items: list[Any]) -> Any:  # of the same type as the value
+    """A list, tuple or named tuple like another, with other items."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def dummy_batch(*, utterances: int = 1, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place: Any) -> Batch:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 import sbkit
 from sbkit.data import exclusions, leaks
-from sbkit.data.columns import Declared, SignalColumn
+from sbkit.data.columns import Declared, SignalColumn, defaults_to_recording
 from sbkit.data.copies import Copies
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column, Manifest, mapped_file
@@ -351,7 +351,7 @@ class Corpus:
                                  hint=f"roles are {', '.join([*ALIASES, *columns])}")
         self._needs_text = needs_text
         self._declared = {name: column for name, column in columns.items()
-                          if name in self.columns or not getattr(column, "or_recording", False)}
+                          if name in self.columns or not defaults_to_recording(column)}
         self._recording_columns = set(columns) - set(self._declared)
 
     def _open_if_local(self) -> Source | None:

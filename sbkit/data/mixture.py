@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 import sbkit
 from sbkit.data import leaks
-from sbkit.data.columns import Declared, LabelColumn
+from sbkit.data.columns import Declared, LabelColumn, defaults_to_recording
 from sbkit.data.corpus import Corpus
 from sbkit.data.language_code import LANGUAGE_CODE
 from sbkit.data.lock import locked
@@ -240,7 +240,7 @@ class Mixture(Corpus):
             parts = {name: by_split[split] for name, by_split in manifests.items() if split in by_split}
             if parts:
                 parts_of_splits[split] = parts
-        or_recording = {name for name, column in declared.items() if getattr(column, "or_recording", False)}
+        or_recording = {name for name, column in declared.items() if defaults_to_recording(column)}
         joint = {split: self._joined(parts, or_recording) for split, parts in parts_of_splits.items()}
         reports = {split: self._summed_report(split, manifest) for split, manifest in joint.items()}
         if "train" in joint:

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from sbkit.data import exclusions, leaks
 from sbkit.data.audio import length_tolerance
-from sbkit.data.columns import Declared, LabelColumn
+from sbkit.data.columns import Declared, TextColumn
 from sbkit.data.copies import Copies
 from sbkit.data.exclusions import MISSING, UNDECODABLE
 from sbkit.data.manifest import SECONDS, Column, Manifest, join
@@ -140,26 +140,31 @@ class _Decisions:
     """Which of N rows are left out, each for the first reason that applies.
 
     codes : [N], by ``_CODE``, each row's reason; 0: it is kept
-    details : by row, what exactly is wrong with it
-    missing_beside : by row, the recording of a further column that is missing, though the row's own exists
+    details : by row that is left out, what exactly is wrong with it; written by ``leave_out`` alone, so that a detail
+        is always one of the row's reason
+    bad_beside : by row, the recording of a further column that is missing or damaged, though the row's own is not
     """
 
     def __init__(self, count: int):
         self.codes = np.zeros(count, np.int8)
         self.details: dict[int, str] = {}
-        self.missing_beside: dict[int, str] = {}
+        self.bad_beside: dict[int, str] = {}
 
     @property
     def kept(self) -> np.ndarray:
         """The numbers of the rows that no reason has applied to so far."""
         return np.flatnonzero(self.codes == 0)
 
-    def leave_out(self, reason: str, mask: np.ndarray, detail: Callable[[int], str] | None = None) -> None:
-        """Leave out the rows of ``mask`` [N] that are still kept; ``detail`` returns what is wrong with a row."""
+    def leave_out(self, reason: str, mask: np.ndarray, detail: Callable[[int], str] | None = None) -> list[int]:
+        """Leave out the rows of ``mask`` [N] that are still kept, and return their numbers.
+
+        detail : returns what is wrong with a row
+        """
         rows = np.flatnonzero((self.codes == 0) & mask)
         self.codes[rows] = _CODE[reason]
         if detail is not None:
             self.details.update((row, detail(row)) for row in rows.tolist())
+        return rows.tolist()
 
 
 def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *, held_out: Sequence[Column] = (),
@@ -201,25 +206,26 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     if exclude is not None:
         decisions.leave_out(EXCLUDED, exclude.mask(rows.ids, texts, rows.origin))
 
-    durations = _durations(rows, decisions, report, check_audio, read_headers)
-    # A recording that is longer than its header says is used as far as that goes, and reported. The causes are copied,
-    # since the checks below write what they see in the same rows into the details.
-    causes_of_longer = {row: cause for row, cause in decisions.details.items()
-                        if decisions.codes[row] == 0 and np.isfinite(durations[row])}
-    _check_durations(rows, durations, limits, decisions)
+    durations, causes = _durations(rows, decisions, report, check_audio, read_headers)
+    # A recording that is longer than its header says is used as far as that goes, and reported.
+    causes_of_longer = {row: cause for row, cause in causes.items() if np.isfinite(durations[row])}
+    _check_durations(rows, durations, causes, limits, decisions)
     report.outside_alphabet = _check_alphabet(texts, rules, limits, decisions)
     if limits.min_words:
         too_few = np.array([count_words(text) < limits.min_words for text in texts], bool)
         decisions.leave_out("few words", too_few & ~is_silence)
 
-    # Further columns that the task declares: labels, and recordings beside the first one.
+    # Further columns that the task declares: texts such as labels, and recordings beside the first one.
     meta = dict(rows.meta)
     for name, column in columns.items():
-        if isinstance(column, LabelColumn):
+        if isinstance(column, TextColumn):
             is_empty = pc.equal(pc.utf8_trim_whitespace(rows.column(name).arrow), "").to_numpy(zero_copy_only=False)
             decisions.leave_out("empty column", is_empty, lambda row, name=name: name)  # type: ignore[misc]
             continue
-        seconds = _check_recordings(name, rows, decisions, split, listings, remote, read_headers)
+        seconds, causes = _check_recordings(name, rows, decisions, split, listings, remote, read_headers)
+        for row, cause in causes.items():
+            if np.isfinite(seconds[row]):
+                causes_of_longer.setdefault(row, f"{name}: {cause}")
         if column.aligned:
             _check_lengths(name, rows, durations, seconds, decisions)
         else:
@@ -265,11 +271,13 @@ def _check_list(rows: Rows, decisions: _Decisions, remote: Remote) -> Rows:
     return renamed
 
 
-def _check_durations(rows: Rows, durations: np.ndarray, limits: RowLimits, decisions: _Decisions) -> None:
+def _check_durations(rows: Rows, durations: np.ndarray, causes: Mapping[int, str], limits: RowLimits,
+                     decisions: _Decisions) -> None:
+    """Leave out rows that can't be read, with the causes by row, and those beyond the limits of durations."""
     def seconds_of(row: int) -> str:
         return f"{durations[row]:.2f} s"
 
-    decisions.leave_out(UNDECODABLE, np.isnan(durations))
+    decisions.leave_out(UNDECODABLE, np.isnan(durations), lambda row: causes.get(row, ""))
     decisions.leave_out(UNDECODABLE, durations <= 0,
                         lambda row: f"it ends before its start at {rows.starts[row]:.2f} s")
     if limits.min_duration is not None:
@@ -281,36 +289,45 @@ def _check_durations(rows: Rows, durations: np.ndarray, limits: RowLimits, decis
 def _check_alphabet(texts: Sequence[str], rules: TextRules, limits: RowLimits,
                     decisions: _Decisions) -> dict[str, int]:
     """Return the most frequent characters outside the alphabet, with counts; leave out their rows if it is a limit."""
-    counts: Counter[str] = Counter()
     if rules.alphabet is None:
         return {}
-    is_outside = np.zeros(len(texts), bool)
+    counts: Counter[str] = Counter()
+    characters_outside: dict[int, str] = {}  # by row
     for row in decisions.kept.tolist():
         characters = rules.outside(texts[row])
         if characters:
             counts.update(characters)
-            is_outside[row] = True
-            decisions.details[row] = " ".join(sorted(characters))
+            characters_outside[row] = " ".join(sorted(characters))
     if limits.alphabet:
-        decisions.leave_out("alphabet", is_outside)
+        is_outside = np.zeros(len(texts), bool)
+        is_outside[list(characters_outside)] = True
+        decisions.leave_out("alphabet", is_outside, characters_outside.__getitem__)
     return dict(counts.most_common(_MOST_CHARACTERS))
 
 
-def _check_recordings(name: str, rows: Rows, decisions: _Decisions, split: str,
-                      listings: dict[str, pa.Array | None] | None, remote: Remote,
-                      read_headers: Callable[..., tuple[np.ndarray, dict[int, str]]]) -> np.ndarray:
-    """Leave out rows whose recording in a further column is missing or unreadable; return the seconds [N] of all."""
+def _check_recordings(
+        name: str, rows: Rows, decisions: _Decisions, split: str, listings: dict[str, pa.Array | None] | None,
+        remote: Remote,
+        read_headers: Callable[..., tuple[np.ndarray, dict[int, str]]]) -> tuple[np.ndarray, dict[int, str]]:
+    """Leave out rows whose recording in a further column is missing or unreadable.
+
+    Returns the seconds [N], NaN for those that aren't read, and by row why a recording can't be read, or what isn't
+    read of it.
+    """
     wavs = rows.column(name)
     is_missing = refused(wavs, remote) | ~existing(wavs, listings)
-    newly_missing = np.intersect1d(decisions.kept, np.flatnonzero(is_missing))
-    decisions.missing_beside.update((row, wavs[row]) for row in newly_missing.tolist())
-    decisions.leave_out(MISSING, is_missing, lambda row: f"{name}: {wavs[row]}")
+    missing_rows = decisions.leave_out(MISSING, is_missing, lambda row: f"{name}: {wavs[row]}")
+
     to_read = decisions.kept
     seconds = np.full(len(rows), np.nan)
-    seconds[to_read], causes = read_headers(list(wavs.take(to_read)), what=f"{split}: {name}")
-    decisions.details.update((int(to_read[i]), f"{name}: {cause}") for i, cause in causes.items())
-    decisions.leave_out(UNDECODABLE, ~(seconds > 0))
-    return seconds
+    seconds[to_read], causes_by_index = read_headers(list(wavs.take(to_read)), what=f"{split}: {name}")
+    causes = {int(to_read[i]): cause for i, cause in causes_by_index.items()}
+    # A recording of no length has no cause.
+    damaged_rows = decisions.leave_out(
+        UNDECODABLE, ~(seconds > 0), lambda row: f"{name}: {causes.get(row, f'{wavs[row]} is empty')}")
+
+    decisions.bad_beside.update((row, wavs[row]) for row in (*missing_rows, *damaged_rows))
+    return seconds, causes
 
 
 def _check_lengths(name: str, rows: Rows, durations: np.ndarray, seconds: np.ndarray, decisions: _Decisions) -> None:
@@ -446,9 +463,15 @@ def recording_keys(wavs: Column, starts: np.ndarray) -> Column:
     return Column(join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@"))
 
 
-def _durations(rows: Rows, decisions: _Decisions, report: SplitReport, check_audio: str,
-               read_headers: Callable[..., tuple[np.ndarray, dict[int, str]]]) -> np.ndarray:
-    """Seconds of each kept row, NaN if its recording can't be read; listed durations are checked."""
+def _durations(
+        rows: Rows, decisions: _Decisions, report: SplitReport, check_audio: str,
+        read_headers: Callable[..., tuple[np.ndarray, dict[int, str]]]) -> tuple[np.ndarray, dict[int, str]]:
+    """Measure recordings, and check listed durations.
+
+    Returns the seconds of each kept row, NaN if its recording can't be read, and by row why it can't, or what isn't
+    read of it.
+    """
+    causes: dict[int, str] = {}
     durations = rows.durations.copy()
     durations[(durations == 0) & (rows.starts == 0)] = np.nan  # 0 means not measured
     is_listed = np.isfinite(durations[decisions.kept])
@@ -459,9 +482,9 @@ def _durations(rows: Rows, decisions: _Decisions, report: SplitReport, check_aud
         sample = listed[np.unique(np.linspace(0, len(listed) - 1, min(SAMPLE, len(listed)), dtype=int))]
 
     def measured(indices: np.ndarray, what: str) -> np.ndarray:
-        seconds, causes = read_headers([rows.wavs[row] for row in indices], whole=not rows.segments,
-                                       what=f"{report.split}: {what}")
-        decisions.details.update((int(indices[i]), cause) for i, cause in causes.items())
+        seconds, causes_by_index = read_headers([rows.wavs[row] for row in indices], whole=not rows.segments,
+                                                what=f"{report.split}: {what}")
+        causes.update((int(indices[i]), cause) for i, cause in causes_by_index.items())
         return seconds
 
     seconds_of_sample = measured(sample, "checking durations")
@@ -476,7 +499,7 @@ def _durations(rows: Rows, decisions: _Decisions, report: SplitReport, check_aud
         is_wrong_too = _correct(durations, rows, rest, measured(rest, "measuring"))
         report.durations.update(checked=len(listed), disagree=int(is_wrong.sum() + is_wrong_too.sum()))
     durations[unlisted] = measured(unlisted, "measuring") - rows.starts[unlisted]
-    return durations
+    return durations, causes
 
 
 def _correct(durations: np.ndarray, rows: Rows, indices: np.ndarray, seconds: np.ndarray) -> np.ndarray:
@@ -506,9 +529,9 @@ def _report_left_out(report: SplitReport, rows: Rows, decisions: _Decisions, dur
         ids = [*(name for name, _ in unparsed), *rows.ids.take(indices)]
         if not ids:
             continue
-        # The recording that is missing is the one that later preparations look for.
+        # The recording that is missing or damaged is the one that later preparations look for.
         wavs = [*([""] * len(unparsed)),
-                *(decisions.missing_beside.get(row, wav)
+                *(decisions.bad_beside.get(row, wav)
                   for row, wav in zip(indices.tolist(), rows.wavs.take(indices), strict=True))]
         details = [*(wrong for _, wrong in unparsed), *(decisions.details.get(row, "") for row in indices.tolist())]
         examples = []

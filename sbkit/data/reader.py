@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from sbkit.data.audio import AudioError, prefetch, read_utterance
 from sbkit.data.augment import Augment
 from sbkit.data.batch import DUMMY_ID, FULL_SCALE, SAMPLE_RATE, Batch, dummy_batch
-from sbkit.data.columns import BatchColumns, Padded
+from sbkit.data.columns import BatchColumns
 from sbkit.data.manifest import Manifest
 from sbkit.data.nonspeech import UNDER, NonSpeech
 from sbkit.data.plan import unit_of
@@ -128,11 +128,12 @@ class Reader(Dataset[Any]):
         lengths = [len(signal) for signal in signals]
         width = self._width(lengths, shape)
 
-        signals_of: dict[str, Padded] = {}
-        for i, name in enumerate(self.columns.signals, 1):
-            others = [recordings[i] for recordings in rows.signals]
-            sizes = [len(signal) for signal in others]
-            signals_of[name] = Padded(_pad(others, torch.float32, self._width(sizes, shape)), torch.tensor(sizes))
+        def pad(others: Sequence[np.ndarray]) -> torch.Tensor:
+            return _pad(others, torch.float32, self._width([len(signal) for signal in others], shape))
+
+        signals_of = {name: [recordings[i] for recordings in rows.signals]
+                      for i, name in enumerate(self.columns.signals, 1)}
+        further = self.columns.of_rows(rows.texts_of, signals_of, count, pad)
 
         tokens = self._encoded(rows, count)
         padded_tokens = _pad(tokens, torch.int64, shape.tokens if shape else 0)
@@ -143,7 +144,7 @@ class Reader(Dataset[Any]):
             signal_lengths=torch.tensor(lengths), tokens=padded_tokens, beyond_shape=beyond_shape,
             token_lengths=torch.tensor([len(ids) for ids in tokens]), real=torch.arange(len(rows.ids)) < count,
             texts=rows.texts, damaged=rows.damaged, goes_on=rows.goes_on, samples=sum(lengths[:count]),
-            sample_rate=self.sample_rate, **place, **self.columns.of_rows(rows.texts_of, signals_of, count),
+            sample_rate=self.sample_rate, **place, **further,
         )
 
     def _read_rows(self, request: ReadRequest) -> _Rows:
@@ -173,12 +174,11 @@ class Reader(Dataset[Any]):
         missing = max(0, shape.rows - count)
         dummy = dummy_batch(utterances=self.least, tokens=self.tokenizer is not None, sample_rate=self.sample_rate)
         signal = dummy.signals[0, :shape.samples(self.sample_rate)].numpy()
-        columns = self.columns.dummy(dummy.signals[:1], dummy.signal_lengths[:1])["columns"]
         rows.ids = rows.ids[:count] + [DUMMY_ID] * missing
         rows.texts = rows.texts[:count] + [""] * missing
         rows.signals = rows.signals[:count] + [[signal] * (1 + len(self.columns.signals))] * missing
         for name, texts in rows.texts_of.items():
-            rows.texts_of[name] = texts[:count] + columns[name] * missing
+            rows.texts_of[name] = texts[:count] + [self.columns.texts[name].dummy] * missing
 
     def _encoded(self, rows: _Rows, count: int) -> list[list[int]]:
         """The tokens of each row: of the first ``count`` those of their texts, of dummy rows one."""
@@ -279,7 +279,7 @@ class _Rows:
     """The rows of a batch, before they are padded."""
 
     texts_of: dict[str, list[str]]
-    """The texts in each column of labels."""
+    """The texts in each further column of texts."""
     ids: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     signals: list[list[np.ndarray]] = field(default_factory=list)

@@ -24,13 +24,13 @@ class BeamSearch(TokenSearch):
     """Beam search over CTC log-probabilities [B, T, V]."""
 
     def events(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor,
-               near: np.ndarray | None = None) -> Events:
+               tokens_may_begin: np.ndarray | None = None) -> Events:
         """Find the likely tokens of log-probabilities, small enough to keep for a whole test set.
 
-        near : [B, T] the frames in which tokens may begin. A stream gives them, since it sees only some of its frames;
-            None: those near speech. A class that overrides this passes them on
+        tokens_may_begin : [B, T] in which frames they may. A stream says that, since it sees only some of its frames;
+            None: in those near speech. A class that overrides this method passes it on
         """
-        return events(scores, lengths, self.blank_id, self.token_threshold, self.token_beam, near)
+        return events(scores, lengths, self.blank_id, self.token_threshold, self.token_beam, tokens_may_begin)
 
     def join(self, batches: Sequence[Events]) -> Events:
         return Events.join(list(batches))
@@ -90,17 +90,18 @@ class EventStream:
         self._spelling.check(log_probs)
         first_frame = self.source.known
         spoken = log_probs.max(1, initial=-np.inf) > log_probs[:, self._blank_id]
-        frames, near = self.source.feed(log_probs, spoken)
+        frames, near_speech = self.source.feed(log_probs, spoken)
         if not len(frames):
             return
         frames = frames.astype(np.float32)
-        frames[~near] = -np.inf
-        frames[~near, self._blank_id] = 0.0
+        frames[~near_speech] = -np.inf
+        frames[~near_speech, self._blank_id] = 0.0
 
         # The last frame of the call before is looked at again: its token may continue.
         overlap = len(self._last_frame)
         frames = np.concatenate([self._last_frame, frames])
-        new = self._find_events(frames[None], np.array([len(frames)]), np.ones((1, len(frames)), bool))
+        may_begin_in_all = np.ones((1, len(frames)), bool)  # those far from speech have a sure blank now
+        new = self._find_events(frames[None], np.array([len(frames)]), may_begin_in_all)
         run = self.events.run.copy()
         if overlap and len(new.frame) and new.frame[0] == 0:  # it has tokens, so it has an event already
             if len(run):

@@ -129,14 +129,14 @@ def _join_begins(several: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_id: int = 0, threshold: float = -7.0,
-           max_tokens: int = 20, near: np.ndarray | None = None) -> Events:
+           max_tokens: int = 20, tokens_may_begin: np.ndarray | None = None) -> Events:
     """Keep the likely tokens of each frame.
 
     log_probs : [B, T, V] log-probabilities: an array, or a tensor on any device, of which only likely tokens are copied
     lengths : [B] frames of each utterance, integers
     threshold : log-probability below which a token is dropped; the best token of a frame is always kept
     max_tokens : tokens kept per frame
-    near : [B, T] the frames in which tokens may begin; None: those of ``near_speech``
+    tokens_may_begin : [B, T] in which frames they may; None: in those of ``near_speech``
     """
     check_shapes(log_probs, lengths)
     sizes = np.asarray(lengths.tolist())
@@ -148,11 +148,11 @@ def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_i
     best[inside] = likely.best
     refuse_nan(best)
     refuse_scores(likely.best)
-    if near is None:
+    if tokens_may_begin is None:
         spoken = np.zeros(inside.shape, bool)
         spoken[inside] = likely.best > likely.blank
-        near = near_speech(spoken)
-    may_begin = near[inside][likely.frame]
+        tokens_may_begin = near_speech(spoken)
+    may_begin = tokens_may_begin[inside][likely.frame]
     frame, token, value = strongest(likely.frame[may_begin], likely.token[may_begin], likely.value[may_begin],
                                     max_tokens)
     counts = np.bincount(frame, minlength=len(utterance))  # likely tokens of each frame

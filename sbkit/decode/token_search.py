@@ -71,11 +71,15 @@ class TokenSearch(ABC):
     workers : processes to search in besides this one
     """
 
+    default_beam: ClassVar[int] = 64
+    keeps_events: ClassVar[bool] = True
+    """Whether :meth:`events` are small enough to be kept for a whole test set."""
+
     def __init__(self, tokenizer: Tokenizer | Sequence[str] | None = None, lm: str | Path | None = None,
                  lexicon: str | Path | Sequence[str] | None = None, beam: int | None = None, token_beam: int = 20,
                  token_threshold: float = -7.0, width: float = 12.0, lm_weight: float = 0.5,
-                 word_score: float | None = None,
-                 unknown_score: float = -14.0, hot_words: Mapping[str, float] | Sequence[str] | None = None,
+                 word_score: float | None = None, unknown_score: float = -14.0,
+                 hot_words: Mapping[str, float] | Sequence[str] | None = None,
                  hot_boost: float = DEFAULT_BOOST, nbest: int = 1, unit: str | None = None, blank_id: int = 0,
                  separator: str | None = WORD_START, workers: int = 0):
         beam = self.default_beam if beam is None else beam
@@ -104,14 +108,9 @@ class TokenSearch(ABC):
         self.separator = separator
         self.workers = workers
         self.model_spelling: Spelling | None = None
+        """How the model's tokens are written. None: the length of a frame is unknown, so pauses end no word."""
         self._tokenizer = tokenizer
         self._pool: ProcessPoolExecutor | None = None
-
-    model_spelling: Spelling | None
-    """How the model's tokens are written. None: the length of a frame is unknown, so pauses end no word."""
-    default_beam: ClassVar[int] = 64
-    keeps_events: ClassVar[bool] = True
-    """Whether :meth:`events` are small enough to be kept for a whole test set."""
 
     # ------------------------------------------------------------------ use
 

@@ -15,6 +15,7 @@ from sbkit.data.columns import BatchColumns
 from sbkit.errors import SbkitError, summary
 from sbkit.export.exported import Exported
 from sbkit.nn import adapters
+from sbkit.recipe.load import Recipe, Transcribe
 from sbkit.runs import evaluation_options, old_set, restore
 from sbkit.runs.keys import Bundles, TaskKeys
 from sbkit.score.weights import BEST_CHECKPOINT, ChosenWeights
@@ -45,7 +46,7 @@ def open_run(run: str | Path, weights: ChosenWeights = BEST_CHECKPOINT, bundles:
     """
     recipe = restore.read_run(Path(run))
     restore.warn_unfinished(recipe)
-    brain = restore.build(recipe, "cpu")
+    brain = restore.build(recipe, "cpu", transcribe=_recogniser(recipe, bundles))
     used = restore.take_weights(brain, weights)
     old_test = old_set.guard(recipe, brain, weights, accept_worse)
     has_moving_average = any(isinstance(recoverable, EMA) for recoverable in brain.checkpointer.recoverables.values())
@@ -57,21 +58,26 @@ def open_run(run: str | Path, weights: ChosenWeights = BEST_CHECKPOINT, bundles:
     elif len(used) == 1:  # the validation was of these weights
         facts["valid"] = {key: value for key, value in used[0].meta.items()
                           if key in ("epoch", brain.metric.name, "loss")}
-    return of_brain(brain, Path(run), facts, bundles)
+    return of_brain(brain, Path(run), facts)
 
 
-def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | None = None) -> Trained:
+def _recogniser(recipe: Recipe, bundles: Bundles | None) -> Transcribe | None:
+    """Open the recogniser that transcribes the output of a model that generates speech, if there still is one."""
+    if bundles is None:
+        return None
+    try:
+        return evaluation_options.open_recogniser(recipe, bundles)
+    except SbkitError as error:  # its bundle may be gone
+        logger.warning("Recognised words are not compared: %s", error)
+        return None
+
+
+def of_brain(brain: Task, run: Path, facts: dict[str, Any]) -> Trained:
     """Open the model of a Brain that has its weights; ``run`` is the folder with its recipe."""
     for module in (*brain.modules.values(), *vars(brain.hparams).values()):
         if isinstance(module, nn.Module):
             module.float().eval()
     adapters.merge(brain.modules)
-    recogniser = evaluation_options.recogniser_of(brain)
-    if bundles is not None and recogniser is not None:
-        try:
-            evaluation_options.use_recogniser(brain, recogniser, bundles)
-        except SbkitError as error:  # its bundle may be gone
-            logger.warning("Recognised words are not compared: %s", error)
     exported = brain.exported(run)
     if exported is None:
         raise SbkitError(f"{type(brain).__name__} does not say what to export",

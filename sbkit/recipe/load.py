@@ -12,9 +12,9 @@ overrides are applied in the file they belong to.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe import build, files, names, writing
@@ -25,7 +25,11 @@ from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.source import Findings, Node
 
 if TYPE_CHECKING:
+    import numpy as np
     from speechbrain.utils.run_opts import RunOptions
+
+#: Transcribes waveforms [S] at the recipe's sample rate.
+Transcribe: TypeAlias = "Callable[[Sequence[np.ndarray]], list[str]]"
 
 #: Errors of a check about keys that may be misspelt or without effect; such recipes can still be loaded.
 _LOADED = ("shadowed", "unknown-override", "null-in-text")
@@ -45,11 +49,18 @@ class Recipe(NamedTuple):
         """The class under ``brain``, which trains."""
         return self.keys.brain
 
-    def brain(self, run_opts: RunOptions | None = None, **instead: Any) -> Task:
-        """Build the Brain; ``instead`` replaces values of keys."""
+    def brain(self, run_opts: RunOptions | None = None, *, transcribe: Transcribe | None = None,
+              **instead: Any) -> Task:
+        """Build the Brain.
+
+        transcribe : a recogniser for the tests of a task that generates speech; None: there is none
+        instead : values that replace those of keys
+        """
         hparams = {**self.hparams, **instead}
+        # Only such a task has the argument.
+        of_tests: dict[str, Any] = {} if transcribe is None else {"transcribe": transcribe}
         return self.task(modules=hparams["modules"], opt_class=hparams.get("opt_class"), hparams=hparams,
-                         run_opts=run_opts, checkpointer=hparams.get("checkpointer"))
+                         run_opts=run_opts, checkpointer=hparams.get("checkpointer"), **of_tests)
 
 
 def check_overrides(path: Path, overrides: Mapping[str, Any]) -> None:

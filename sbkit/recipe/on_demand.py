@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sbkit.recipe.build import Builder
 from sbkit.recipe.keys import TaskKeys
@@ -33,7 +35,7 @@ def keys_on_demand(path: Path, overrides: Mapping[str, Any], tree: Node) -> Task
     nodes = {key: node for key, node in tree.value.items() if not str(key).startswith("__")}
     if "checkpointer" in nodes:
         nodes["checkpointer"] = _saving_nothing(nodes["checkpointer"])
-    builder = Builder()
+    builder = _FactsBuilder()
 
     def build(node: Node) -> Any:  # of any class
         with building(path, overrides):
@@ -70,6 +72,20 @@ def keys_on_demand(path: Path, overrides: Mapping[str, Any], tree: Node) -> Task
     members["declared"] = classmethod(lambda cls: declared.declared())
     on_demand: Any = type(declared.__name__, (declared,), members)  # a class that is made here
     return on_demand.read(values)
+
+
+class _FactsBuilder(Builder):
+    """Builds an object without memory for its weights, if its class says that its facts are all that is asked.
+
+    Such is a pretrained encoder: preparing asks how long an utterance it takes, and checks its files. With its weights,
+    which the run's own encoder gets later, it would take seconds and gigabytes.
+    """
+
+    def call(self, node: Node, target: Callable[..., Any], args: list[Any], kwargs: dict[Any, Any]) -> object:
+        if not getattr(target, "has_facts_without_weights", False):
+            return super().call(node, target, args, kwargs)
+        with torch.device("meta"):
+            return super().call(node, target, args, kwargs)
 
 
 def _calls_something(node: Node) -> bool:

@@ -106,10 +106,10 @@ def refuse_words(recipe: Recipe, text: str) -> None:
     """Raise if the task's tokens are fixed and can't encode this text of random words."""
     task = recipe.task
     keys = recipe.keys
-    encoder = task.encoder(keys) if text and task.is_prepared(keys) else None
+    tokenizer = task.tokenizer(keys) if text and task.is_prepared(keys) else None
     try:
-        if encoder is not None:
-            encoder.encode(text)
+        if tokenizer is not None:
+            tokenizer.encode(text)
     except Exception as error:  # each task has its own
         raise SbkitError(f"there is no corpus {keys.corpus.source or ''} on this machine, and {task.__name__} has no "
                          f"tokens for the random words that replace it: {first_line(error)}",

@@ -1,7 +1,8 @@
 """What an evaluation asks of a task: a search, chunks, a recogniser. A task that has none refuses the option by its
 name.
 
-A task has them as objects, ``transcriber`` and ``speech_test`` (see ``sbkit.tasks.task.Task``).
+A task has the first two in an object, its ``transcriber``, and is built with the recogniser (see
+``sbkit.tasks.task.Task``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
+from sbkit.recipe.load import Recipe, Transcribe
 from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.runs.keys import Bundles
 
@@ -20,20 +22,14 @@ Task = Any  # an object of sbkit.tasks.task.Task, which this package can't impor
 _SEARCH_OPTIONS = ("lm", "tune_lm", "lm_weight", "word_score", "beam", "hot_words", "nbest", "joint", "ctc_weight")
 
 
-def use_options(task: Task, request: EvaluateRequest, bundles: Bundles) -> None:
-    """Have the tests of a task do what the options of ``sbkit evaluate`` ask for.
-
-    bundles : opens the bundle of a recogniser
-    """
+def use_options(task: Task, request: EvaluateRequest) -> None:
+    """Have the tests of a task do what the options of ``sbkit evaluate`` ask for, except its recogniser."""
     use_search(task, request)
     if request.behaviour and not task.writes_words:
         raise SbkitError(f"{type(task).__name__} is no recogniser, so --behaviour has nothing to try",
                          hint="leave it out")
     if request.chunk:
         use_chunks(task, request.chunk)
-    bundle = request.recogniser or recogniser_of(task)
-    if bundle is not None:
-        use_recogniser(task, bundle, bundles)
 
 
 def use_search(task: Task, request: EvaluateRequest) -> None:
@@ -58,17 +54,22 @@ def use_chunks(task: Task, chunk: Sequence[int | None]) -> None:
     task.transcriber.use_chunks(chunk)
 
 
-def recogniser_of(task: Task) -> str | None:
-    """The bundle of a recogniser that transcribes this task's tests, if its recipe names one."""
-    return vars(task.keys).get("recogniser")
+def open_recogniser(recipe: Recipe, bundles: Bundles, requested: str | None = None) -> Transcribe | None:
+    """Open the recogniser that transcribes the speech of a recipe's tests, with which its Brain is then built.
 
+    bundles : opens its bundle
+    requested : the bundle that an evaluation names; None: that of the recipe
 
-def use_recogniser(task: Task, bundle: str, bundles: Bundles) -> None:
-    """Have the recogniser of a bundle transcribe the speech that tests generate."""
-    if task.speech_test is None:
-        raise SbkitError(f"{type(task).__name__} generates no speech, so it can't use --recogniser",
+    Returns None if neither names one.
+    """
+    bundle = requested or vars(recipe.keys).get("recogniser")
+    if bundle is None:
+        return None
+    if not recipe.task.generates_speech:
+        raise SbkitError(f"{recipe.task.__name__} generates no speech, so it can't use --recogniser",
                          hint="leave it out")
-    task.speech_test.transcribe = bundles.text_transcriber(bundle, task.keys.sample_rate)
+    transcribe: Transcribe = bundles.text_transcriber(bundle, recipe.keys.sample_rate)
+    return transcribe
 
 
 def tune_search(task: Task, dev: Manifest, evaluate: Callable[[Manifest], object]) -> dict[str, Any]:

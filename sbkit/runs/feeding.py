@@ -32,7 +32,7 @@ MAX_PADDED = 1.25
 
 
 def pad_to_shapes(brain: Task, plan: Plan, device: torch.device, train: Manifest,
-                  encoder: SupportsEncode | None) -> None:
+                  tokenizer: SupportsEncode | None) -> None:
     """Let the plan pad micro-batches to few shapes, if the recipe asks for it, or captures its steps."""
     requested = plan.batching.pad_to_shapes
     if requested is False:
@@ -50,9 +50,9 @@ def pad_to_shapes(brain: Task, plan: Plan, device: torch.device, train: Manifest
         return
     world = ranks.world_size()
     before = plan.padded_seconds(world)
-    # All ranks must find the same, however an encoder counts.
-    plan.pad_to_shapes(None if encoder is None else ranks.run_on_main(
-        lambda: np.fromiter((len(encoder.encode(text)) for text in train.texts), np.int64, len(train))))
+    # All ranks must find the same, however a tokenizer counts.
+    plan.pad_to_shapes(None if tokenizer is None else ranks.run_on_main(
+        lambda: np.fromiter((len(tokenizer.encode(text)) for text in train.texts), np.int64, len(train))))
     growth = plan.padded_seconds(world) / before
     shapes = plan.shapes(world)
     padded = growth <= MAX_PADDED or requested

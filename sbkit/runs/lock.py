@@ -52,7 +52,8 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, runs: bool = True, option: str = "--output_folder"):
-        self.folder, self.option = folder, option
+        self.folder = folder
+        self.option = option
         self._facts = {
             "host": socket.gethostname(), "pid": os.getpid(), "born": processes.born(os.getpid()),
             "machine": processes.machine(), "namespace": processes.namespace(),
@@ -97,39 +98,49 @@ class RunLock:
     def _follow(self, before: int) -> bool:
         """Take the folder once its holder ``before`` has ended; False if another process did."""
         if before:
-            began, warned, holder = time.monotonic(), False, _LockHolder(self._path(before))
-            while holder.alive is not False:
-                waited = time.monotonic() - began
-                runs = holder.alive and holder.facts.get("runs", True)
-                if runs and waited > PATIENCE:
-                    raise SbkitError(f"{self.folder} is in use by another run: {holder}",
-                                     hint=f"wait for it, end it, or choose another place with {self.option}")
-                if not warned and waited > TOLD_AFTER:
-                    warned = True
-                    what = f"is training there, waiting {PATIENCE:.0f} s for its end" if runs else \
-                        "is working there, waiting for it" if holder.alive else "held it, waiting for a sign of life"
-                    logger.warning("%s: %s %s", self.folder, holder, what)
-                time.sleep(_POLL_SECONDS)
-                holder.refresh()
+            self._wait_for_end(_LockHolder(self._path(before)))
         path = self._path(before + 1)
         try:
             lock = Lock(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except (FileExistsError, FileNotFoundError):
             return False
-        self._lock, self._number = lock, before + 1
+        self._lock = lock
+        self._number = before + 1
         try:
             self._facts["locked"] = bool(lock.acquire(wait=True))  # others lock it only for a moment, to check
             self._write(since=time.strftime("%Y-%m-%d %H:%M:%S"))
-            alone = self._newest() == self._number  # otherwise another one has held it meanwhile
+            is_alone = self._newest() == self._number  # otherwise another one has held it meanwhile
         except BaseException:
             self._release()
             raise
-        if not alone:
+        if not is_alone:
             self._release()
             return False
         for number in range(self._number):
             self._path(number).unlink(missing_ok=True)
         return True
+
+    def _wait_for_end(self, holder: _LockHolder) -> None:
+        """Wait until a holder has ended; raise if it is a run that doesn't end soon."""
+        began = time.monotonic()
+        has_warned = False
+        while holder.alive is not False:
+            waited = time.monotonic() - began
+            is_run = holder.alive and holder.facts.get("runs", True)
+            if is_run and waited > PATIENCE:
+                raise SbkitError(f"{self.folder} is in use by another run: {holder}",
+                                 hint=f"wait for it, end it, or choose another place with {self.option}")
+            if not has_warned and waited > TOLD_AFTER:
+                has_warned = True
+                if is_run:
+                    what = f"is training there, waiting {PATIENCE:.0f} s for its end"
+                elif holder.alive:
+                    what = "is working there, waiting for it"
+                else:
+                    what = "held it, waiting for a sign of life"
+                logger.warning("%s: %s %s", self.folder, holder, what)
+            time.sleep(_POLL_SECONDS)
+            holder.refresh()
 
     @property
     def _held(self) -> Lock:

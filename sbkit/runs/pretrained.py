@@ -90,10 +90,14 @@ def _needed(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str,
 
 
 def _collect(pretrainer: Pretrainer) -> dict[str, str]:
-    named, folder = dict(pretrainer.paths), pretrainer.collect_in
-    wanted = [name for name in pretrainer.loadables if pretrainer.is_loadable(name)]
+    """Fetch all files; returns their paths by name."""
+    sources = dict(pretrainer.paths)
     for name, problem, hint in missing_weights(pretrainer):
-        raise SbkitError(f"pretrainer: {name}: {problem}" if name in named else f"pretrainer: {problem}", hint=hint)
+        what = f"pretrainer: {name}" if name in sources else "pretrainer"
+        raise SbkitError(f"{what}: {problem}", hint=hint)
+
+    wanted = [name for name in pretrainer.loadables if pretrainer.is_loadable(name)]
+    folder = pretrainer.collect_in
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in wanted:  # an old link may point to an earlier recipe's file
@@ -105,49 +109,65 @@ def _collect(pretrainer: Pretrainer) -> dict[str, str]:
     except SbkitError:
         raise
     except Exception as error:  # a network or a hub may raise anything
-        raise SbkitError(f"pretrainer: can't fetch {', '.join(str(named[name]) for name in wanted)}: "
+        raise SbkitError(f"pretrainer: can't fetch {', '.join(str(sources[name]) for name in wanted)}: "
                          f"{summary(error)}", hint="is the name right, and is the network up?") from error
     finally:
-        pretrainer.paths = named  # SpeechBrain replaces them with the paths of the fetched files
+        pretrainer.paths = sources  # SpeechBrain replaces them with the paths of the fetched files
 
 
-def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:  # obj: whatever the hook takes
+def _load(obj: Any, name: str, path: str, of_recipe: Hook | None) -> None:  # obj: whatever the hook takes
     """Load by SpeechBrain's rules: with the recipe's hook, a parameter transfer, or a checkpoint's loader."""
-    hook = custom or get_default_hook(obj, DEFAULT_TRANSFER_HOOKS)
     try:
-        if hook is torch_parameter_transfer:
-            with open(path, "rb") as file:
-                if file.read(9)[8:] == b"{":  # after its header's length
-                    raise SbkitError(f"{path} is a safetensors file, as a bundle has", hint="take a checkpoint's "
-                                     "model.ckpt, or --init_from FOLDER for the weights of a run or a bundle")
-            state = load_file(path)
-            own = obj.state_dict()
-            if isinstance(state, Mapping):
-                state = hook_on_loading_state_dict_checkpoint(dict(state))
-            shared = [key for key in own if key in state] if isinstance(state, Mapping) else []
-            if not shared and own:
-                raise SbkitError(f"{path} has none of the module's parameters: {differences(own, state)}",
-                                 hint="is it the file of a different layer?")
-            differing = differences({key: own[key] for key in shared}, {key: state[key] for key in shared})
-            if differing:
-                raise SbkitError(f"{path} comes from a model of different sizes: {differing}",
-                                 hint="set the recipe's sizes to those it was trained with")
-            obj.load_state_dict(state, strict=False)
-            for what, left in ((f"lacks parameters of {name}", own.keys() - set(shared)),
-                               (f"has parameters that {name} lacks", state.keys() - set(shared))):
-                if left and ranks.is_main():
-                    logger.warning("pretrainer: %s %s: %d, such as %s", path, what, len(left),
-                                   ", ".join(sorted(left)[:_NAMED]))
-        elif hook is not None:
-            hook(obj, path)
-        elif (hook := get_default_hook(obj, DEFAULT_LOAD_HOOKS)) is torch_recovery:
-            load_state(obj, path, name)
-        elif hook is not None:
-            hook(obj, path, False)
-        else:
-            raise SbkitError(f"there is no known way to load a {type(obj).__name__}",
-                             hint=f"give the pretrainer a custom_hooks for {name}")
+        _call_hook(obj, name, path, of_recipe)
     except SbkitError as error:
         raise SbkitError(f"pretrainer: {name}: {error.message}", hint=error.hint) from error
     except Exception as error:  # a file may hold anything
         raise SbkitError(f"pretrainer: {path} can't be loaded into {name}: {summary(error)}") from error
+
+
+def _call_hook(obj: Any, name: str, path: str, of_recipe: Hook | None) -> None:  # as above
+    transfer = of_recipe or get_default_hook(obj, DEFAULT_TRANSFER_HOOKS)
+    if transfer is torch_parameter_transfer:
+        _transfer(obj, name, path)
+        return
+    if transfer is not None:
+        transfer(obj, path)
+        return
+    load_checkpoint = get_default_hook(obj, DEFAULT_LOAD_HOOKS)
+    if load_checkpoint is torch_recovery:
+        load_state(obj, path, name)
+    elif load_checkpoint is not None:
+        load_checkpoint(obj, path, False)
+    else:
+        raise SbkitError(f"there is no known way to load a {type(obj).__name__}",
+                         hint=f"give the pretrainer a custom_hooks for {name}")
+
+
+def _transfer(module: nn.Module, name: str, path: str) -> None:
+    """Load the parameters that a file and a module both have; warn of others, and refuse other shapes."""
+    with open(path, "rb") as file:
+        if file.read(9)[8:] == b"{":  # after its header's length
+            raise SbkitError(f"{path} is a safetensors file, as a bundle has", hint="take a checkpoint's "
+                             "model.ckpt, or --init_from FOLDER for the weights of a run or a bundle")
+    state = load_file(path)
+    own = module.state_dict()
+    shared: list[str] = []
+    if isinstance(state, Mapping):
+        state = hook_on_loading_state_dict_checkpoint(dict(state))
+        shared = [key for key in own if key in state]
+    if not shared and own:
+        raise SbkitError(f"{path} has none of the module's parameters: {differences(own, state)}",
+                         hint="is it the file of a different layer?")
+    differing = differences({key: own[key] for key in shared}, {key: state[key] for key in shared})
+    if differing:
+        raise SbkitError(f"{path} comes from a model of different sizes: {differing}",
+                         hint="set the recipe's sizes to those it was trained with")
+
+    module.load_state_dict(state, strict=False)
+    if not ranks.is_main():
+        return
+    for what, names in ((f"lacks parameters of {name}", own.keys() - set(shared)),
+                        (f"has parameters that {name} lacks", state.keys() - set(shared))):
+        if names:
+            logger.warning("pretrainer: %s %s: %d, such as %s", path, what, len(names),
+                           ", ".join(sorted(names)[:_NAMED]))

@@ -16,7 +16,7 @@ from sbkit.recipe import build as builder
 from sbkit.recipe import load
 from sbkit.recipe.arguments import make_importable
 from sbkit.recipe.files import moved
-from sbkit.recipe.load import Recipe
+from sbkit.recipe.load import Recipe, Transcribe
 from sbkit.recipe.source import Node
 from sbkit.runs import earlier_recipes, pretrained
 from sbkit.runs.progress import read_progress
@@ -25,6 +25,7 @@ from sbkit.score.run_files import BUNDLE, EVALUATIONS, RECIPE, TESTED
 from sbkit.score.weights import BEST, BEST_CHECKPOINT, LAST, ChosenWeights
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.checkpoint.weights import weights_alone
 from sbkit.train.checkpoint_average import load_average, weight_recoverables
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def read_run(run: str | Path) -> Recipe:
         raise SbkitError(f"{path} has no checkpointer, so nothing that it trained was saved",
                          hint="train it again with one")
     recipe = Recipe(hparams, load.read_keys(hparams, path), tree)
-    recipe.task.encoder(recipe.keys)  # loads the tokenizer and the like from the preparation
+    recipe.task.tokenizer(recipe.keys)  # loads the tokenizer and the like from the preparation
     return recipe
 
 
@@ -110,18 +111,23 @@ def warn_unfinished(recipe: Recipe) -> None:
                    keys.folder, progress.finished_epochs, epochs, progress.steps_done, newest)
 
 
-def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: Any) -> Brain:
-    """Build the run's Brain with freshly initialised weights, for ``take_weights`` to fill."""
+def build(recipe: Recipe, device: str | torch.device | None = None, *, transcribe: Transcribe | None = None,
+          **run_opts: Any) -> Brain:
+    """Build the run's Brain in evaluation mode with freshly initialised weights, for ``take_weights`` to fill.
+
+    transcribe : see ``Recipe.brain``
+    """
     options = {"device": None if device is None else str(device), **run_opts}
     options = {name: value for name, value in options.items() if value is not None}
-    checkpointer = recipe.hparams["checkpointer"]
+    checkpointer = Checkpointer.adopt(recipe.hparams["checkpointer"])
+    assert checkpointer is not None, "read_run refuses a recipe without one"
     pretrained.load(recipe.keys.pretrainer, pretrained.saved_ids(checkpointer.recoverables.values()))
-    brain = recipe.brain(RunOptions(**options, overridden_args=set(options)), opt_class=None)
-    # No optimizer, no generators, no log files: only weights are loaded from a checkpoint.
-    checkpointer = brain.checkpointer
-    checkpointer.recoverables = {name: obj for name, obj in checkpointer.recoverables.items()
-                                 if isinstance(obj, _WEIGHTS)}
-    brain.trainer.moving_average = None  # its averages become the modules' own weights
+
+    # Nothing is trained: there are no optimizer, no generators and no log files to load. The Brain keeps no moving
+    # average beside its weights, since ``take_weights`` makes the averages its weights.
+    brain = recipe.brain(
+        RunOptions(**options, overridden_args=set(options)), transcribe=transcribe, opt_class=None, ema=None,
+        checkpointer=weights_alone(checkpointer, recipe.keys.moving_average))
     brain.modules.eval()
     return brain
 
@@ -179,9 +185,6 @@ def find_checkpoint(checkpointer: Checkpointer, name: str) -> Checkpoint:
         problem = f"{len(matching)} checkpoints have {name!r} in their name"
     raise SbkitError(f"{problem} in {checkpointer.checkpoints_dir}",
                      hint=f"choose one of {', '.join(sorted(checkpoints))}, {BEST} or {LAST}")
-
-
-_WEIGHTS = (torch.nn.Module, EMA)
 
 
 def moved_recipe(path: Path, folder: Path, overrides: Mapping[str, Any] | None = None) -> Node:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from speechbrain.utils.epoch_loop import EpochCounter
 
 from sbkit.compat.brain import Brain
+from sbkit.data.augment import Augment
 from sbkit.data.columns import BatchColumns
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Plan
+from sbkit.data.reader import SupportsEncode
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
@@ -32,6 +36,7 @@ from sbkit.system.environment import command, describe
 from sbkit.train.checkpoint.state import OtherModel
 from sbkit.train.distributed import ranks
 from sbkit.train.early_stopping import keys_to_raise
+from sbkit.train.monitor.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
 
@@ -46,64 +51,92 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
     keys = recipe.keys
     device = config.device
     test_only = config.run_opts.test_only
-    train = keys.rows_of_training(manifests["train"])
     logs = ranks.is_main() and not test_only  # about training
-    encoder = recipe.task.encoder(keys)
-    brain = recipe.brain(config.run_opts)
-    recogniser = evaluation_options.recogniser_of(brain)
-    if recogniser is not None:
-        evaluation_options.use_recogniser(brain, recogniser, bundles)
+    train = keys.rows_of_training(manifests["train"])
+    tokenizer = recipe.task.tokenizer(keys)
+    columns = BatchColumns(recipe.task.columns, keys)
+    brain = recipe.brain(config.run_opts, transcribe=evaluation_options.open_recogniser(recipe, bundles))
     flops = utilisation(brain, device, train) if logs else None
 
-    batching = keys.batching
-    columns = BatchColumns(recipe.task.columns, keys)
-    epochs = keys.epoch_counter.limit
     progress = ranks.run_on_main(read_progress, brain.checkpointer, keys.epoch_counter)
-    plan = Plan.of(train, batching, keys.augment, progress.epochs, batching.rounding(device.type, brain.compile),
-                   columns)
+    rounding = keys.batching.rounding(device.type, brain.compile)
+    plan = Plan.of(train, keys.batching, keys.augment, progress.epochs, rounding, columns)
     if not test_only:
-        pad_to_shapes(brain, plan, device, train, encoder)
+        pad_to_shapes(brain, plan, device, train, tokenizer)
+    epochs = keys.epoch_counter.limit
     steps = progress.steps(len(plan), epochs)
     if logs:
         _log_plan(plan, progress.epochs, steps, len(train), epochs)
 
-    options = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": _workers(keys, config),
-               "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
-    train_set = TrainLoader(train, encoder, plan, augment=keys.augment, nonspeech=vars(keys).get("nonspeech"),
-                            epochs=epochs, **options)
-    options_of_evaluation = {"max_batch_seconds": batching.max_batch_seconds, **options}
-    valid_set = EvalLoader(manifests["dev"], encoder, augment=keys.valid_augment, **options_of_evaluation)
-    test_set = EvalLoader(manifests["test"], encoder, augment=keys.test_augment, **options_of_evaluation)
+    loaders = _Loaders.of(keys, config, {**manifests, "train": train}, tokenizer, columns, plan)
     if flops is not None and device.type == "cuda" and not train.has_urls:
-        warn_of_slow_reading(brain, train_set, device)
-
-    brain.open_run(train.texts, steps, epochs=progress.epochs, train_set=train_set, utilisation=flops,
+        warn_of_slow_reading(brain, loaders.train, device)
+    brain.open_run(train.texts, steps, epochs=progress.epochs, train_set=loaders.train, utilisation=flops,
                    results_folder=None if results_folder == keys.folder else results_folder)
     if test_only:
         ranks.run_on_main(restore.warn_unfinished, recipe)
-    try:
-        with train_set, valid_set:
-            resumed = not initial.fresh(keys)
-            last_step = last_logged_step(keys.folder)
-            if not resumed:
-                warn_of_lost_steps(brain, last_step, len(plan))
-                initial.load(brain)
-                old_set.score_before(recipe, brain)
-            brain.fit(_epochs(brain, guard, keys.epoch_counter, resumed, last_step), train_set, valid_set)
-        with test_set:
-            brain.evaluate(test_set, **brain.metric.order)
-    except OtherModel as error:
-        changes = guard.changes()
-        if not changes:
-            raise
-        raise SbkitError(f"the checkpoints in {keys.folder} are of another model; what has changed: "
-                         f"{'; '.join(changes)}", hint=error.hint) from error
+
+    with _changes_named(guard, keys.folder):
+        with loaders.train, loaders.valid:
+            _fit(recipe, brain, loaders, guard)
+        with loaders.test:
+            brain.evaluate(loaders.test, **brain.metric.order)
     return brain
+
+
+class _Loaders(NamedTuple):
+    """What a run reads on this rank."""
+
+    train: TrainLoader
+    valid: EvalLoader
+    test: EvalLoader
+
+    @classmethod
+    def of(cls, keys: TaskKeys, config: RunConfig, manifests: Mapping[str, Manifest], tokenizer: SupportsEncode | None,
+           columns: BatchColumns, plan: Plan) -> _Loaders:
+        """Make the loaders of the splits; ``plan`` is that of the train split."""
+        shared: dict[str, Any] = {  # of the loaders' arguments
+            "columns": columns, "sample_rate": keys.sample_rate, "rank": ranks.rank(), "world": ranks.world_size(),
+            "workers": _workers(keys, config), "pin_memory": config.device.type == "cuda"}
+        train = TrainLoader(
+            manifests["train"], tokenizer, plan, augment=keys.augment, nonspeech=vars(keys).get("nonspeech"),
+            epochs=keys.epoch_counter.limit, **shared)
+
+        def evaluation(split: str, augment: Augment | None) -> EvalLoader:
+            return EvalLoader(manifests[split], tokenizer, augment=augment,
+                              max_batch_seconds=keys.batching.max_batch_seconds, **shared)
+
+        return cls(train, evaluation("dev", keys.valid_augment), evaluation("test", keys.test_augment))
 
 
 def _workers(keys: TaskKeys, config: RunConfig) -> int:
     """Return the number of data workers of this rank: ranks that the run itself started share them."""
     return keys.num_workers if config.cpu is None else math.ceil(keys.num_workers / config.cpu.ranks)
+
+
+def _fit(recipe: Recipe, brain: Brain, loaders: _Loaders, guard: StartGuard) -> None:
+    """Train the remaining epochs; a new run first takes its initial weights."""
+    keys = recipe.keys
+    resumed = not initial.fresh(keys)
+    last_step = last_logged_step(keys.folder)
+    if not resumed:
+        warn_of_lost_steps(brain, last_step, len(loaders.train.plan))
+        initial.load(brain)
+        old_set.score_before(recipe, brain)
+    brain.fit(_epochs(brain, guard, keys.epoch_counter, resumed, last_step), loaders.train, loaders.valid)
+
+
+@contextlib.contextmanager
+def _changes_named(guard: StartGuard, folder: Path) -> Iterator[None]:
+    """Context in which checkpoints of another model are an error that says what has changed since they were saved."""
+    try:
+        yield
+    except OtherModel as error:
+        changes = guard.changes()
+        if not changes:
+            raise
+        raise SbkitError(f"the checkpoints in {folder} are of another model; what has changed: {'; '.join(changes)}",
+                         hint=error.hint) from error
 
 
 def _log_plan(plan: Plan, began_with: int, steps: int, utterances: int, epochs: int) -> None:
@@ -143,17 +176,24 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
             repeated = f". What was trained since the last checkpoint, up to step {last_step} of the run, is repeated"
         logger.info("Continuing with epoch %d of %d%s%s", epochs.current + 1, epochs.limit, within, repeated)
     if brain.metrics_log is not None:
-        parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
         goes_on = bool(changes) and resumed and not larger
-        brain.metrics_log.write(
-            "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(brain.device),
-            precision=brain.precision, threads=torch.get_num_threads(), parameters=parameters, environment=describe(),
-            max_batch_seconds=vars(brain.keys)["batching"].max_batch_seconds,
-            **{trained_on.MANIFESTS: trained_on.checksums(vars(brain.keys)["corpus"])},
-            **({"changed": changes, "after_step": brain.optimizer_step} if goes_on else {}),
-        )
+        _log_start(brain, brain.metrics_log, changes if goes_on else [])
     guard.begins()
     yield from epochs
+
+
+def _log_start(brain: Brain, log: MetricsLog, changes: Sequence[str]) -> None:
+    """Write the line about a start of the run, with what has changed since the one that it continues."""
+    recipe_keys = vars(brain.keys)
+    parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
+    values: dict[str, Any] = {  # of a line of JSON
+        "command": command(), "folder": os.getcwd(), "devices": ranks.world_size(), "device": str(brain.device),
+        "precision": brain.precision, "threads": torch.get_num_threads(), "parameters": parameters,
+        "environment": describe(), "max_batch_seconds": recipe_keys["batching"].max_batch_seconds,
+        trained_on.MANIFESTS: trained_on.checksums(recipe_keys["corpus"])}
+    if changes:
+        values |= {"changed": changes, "after_step": brain.optimizer_step}
+    log.write("run", **values)
 
 
 def before_run(command_line: CommandLine, needed: Sequence[str] = SPLITS) -> Node | None:

@@ -13,7 +13,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -73,25 +73,38 @@ def path_of(norm: Norm, folder: str | None = None) -> Path:
 
 def prepare(norm: Norm, settings: FeatureSettings, manifest: Manifest, folder: str | None = None) -> None:
     """Compute the statistics of a training split, unless the file already has them; ``folder``: of the run."""
-    # The classes and the plain attributes of the features' layers; no paths of recordings: a corpus may be moved.
-    layers = [[path, type(module).__qualname__, {name: value for name, value in sorted(vars(module).items())
-                                                 if not name.startswith("_") and _plain(value) and name != "training"}]
-              for path, module in settings.features.named_modules()]
+    path = path_of(norm, folder)
+    fingerprint = _fingerprint(settings, manifest)
+    if _stored(path).get("fingerprint") == fingerprint:
+        logger.info("%s: already computed from this corpus", path)
+        return
+    statistics = compute(settings, manifest)
+    facts = {
+        "fingerprint": fingerprint,
+        "utterances": min(len(manifest), ENOUGH) - statistics.left_out,
+        "left_out": statistics.left_out,
+        "frames": statistics.frames,
+        "mean": statistics.mean.tolist(),
+        "deviation": statistics.deviation.tolist(),
+    }
+    with atomic_write(path) as file:
+        json.dump(facts, file, indent=1)
+
+
+def _fingerprint(settings: FeatureSettings, manifest: Manifest) -> str:
+    """Return a hash of what the statistics depend on. Paths of recordings aren't in it: a corpus may be moved."""
+    layers = []
+    for path, module in settings.features.named_modules():
+        attributes = {name: value for name, value in sorted(vars(module).items())
+                      if not name.startswith("_") and _plain(value) and name != "training"}
+        layers.append([path, type(module).__qualname__, attributes])
     digest = hashlib.sha256(json.dumps([settings.hop, settings.sample_rate, layers]).encode())
     for name, tensor in settings.features.state_dict().items():
         digest.update(name.encode() + tensor.detach().cpu().numpy().tobytes())
     digest.update(manifest.durations.tobytes() + manifest.starts.tobytes())
     for name in manifest.ids:
         digest.update(name.encode("utf-8", "surrogatepass") + b"\n")
-    fingerprint, path = digest.hexdigest(), path_of(norm, folder)
-    if _stored(path).get("fingerprint") == fingerprint:
-        logger.info("%s: already computed from this corpus", path)
-        return
-    mean, deviation, frames, left_out = compute(settings, manifest)
-    facts = {"fingerprint": fingerprint, "utterances": min(len(manifest), ENOUGH) - left_out,
-             "left_out": left_out, "frames": frames, "mean": mean.tolist(), "deviation": deviation.tolist()}
-    with atomic_write(path) as file:
-        json.dump(facts, file, indent=1)
+    return digest.hexdigest()
 
 
 def load(norm: Norm, folder: str | None = None) -> None:
@@ -133,12 +146,20 @@ def _never(epoch: int | None) -> bool:
     return False
 
 
-def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None = None,
-            ) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Compute the statistics of a manifest's readable utterances: of ``ENOUGH``, spread evenly, if it has more.
+class Statistics(NamedTuple):
+    """Statistics of features."""
 
-    Returns mean and standard deviation of each feature, [F] float64, the frames, and how many utterances were left out:
-    they can't be read, or their features are not finite.
+    mean: np.ndarray
+    """[F] float64."""
+    deviation: np.ndarray
+    """[F] float64, the standard deviation; 1 for a feature that is constant."""
+    frames: int
+    left_out: int
+    """Utterances that can't be read, or whose features are not finite."""
+
+
+def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None = None) -> Statistics:
+    """Compute the statistics of a manifest's readable utterances: of ``ENOUGH``, spread evenly, if it has more.
 
     workers : number of processes; None: one for each core if that pays off; 0: the current process
     """
@@ -147,25 +168,19 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
     if workers is None:
         cores = min(_MAX_WORKERS, usable_cores())
         workers = cores if cores > 1 and len(manifest) >= WORTH_PROCESSES else 0
-    parallel: dict[str, Any] = {"worker_init_fn": init_worker, "prefetch_factor": _PREFETCHED} if workers else {}
-    loader = QuietDataLoader(_Sums(settings, manifest), batch_size=None, collate_fn=unchanged, num_workers=workers,
-                     generator=torch.Generator(), **parallel)
-    sums, frames, unread, threads = np.zeros(1), 0, 0, torch.get_num_threads()
-    torch.set_num_threads(1)  # as in workers: sums depend on the number of threads
-    try:
-        with plain_worker_errors():
-            with starting_workers() if workers else contextlib.nullcontext():
-                results = iter(loader)
-            for each in progress(results, what="statistics of features", total=len(manifest), unit="utterance"):
-                if isinstance(each, str):
-                    unread += 1
-                    if unread <= _MAX_LOGGED:
-                        logger.warning("left out of the statistics: %s", each)
-                    continue
-                frames += each[0]
-                sums = sums + each[1]
-    finally:
-        torch.set_num_threads(threads)
+    sums = np.zeros(1)  # [2, F] of the features and of their squares, once there is an utterance
+    frames = 0
+    unread = 0
+    for result in progress(_sums(settings, manifest, workers), what="statistics of features", total=len(manifest),
+                           unit="utterance"):
+        if isinstance(result, str):
+            unread += 1
+            if unread <= _MAX_LOGGED:
+                logger.warning("left out of the statistics: %s", result)
+            continue
+        frames_of_utterance, sums_of_utterance = result
+        frames += frames_of_utterance
+        sums = sums + sums_of_utterance
     if frames == 0:
         raise SbkitError("no frame of the training split could be used for its statistics",
                          hint="is its audio still where the manifest says?")
@@ -174,8 +189,26 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
                        len(manifest))
     mean = sums[0] / frames
     deviation = np.sqrt(np.maximum(sums[1] / frames - np.square(mean), 0.0))
-    constant = deviation < _MIN_DEVIATION * np.maximum(np.abs(mean), 1.0)
-    return mean, np.where(constant, 1.0, deviation), frames, unread
+    is_constant = deviation < _MIN_DEVIATION * np.maximum(np.abs(mean), 1.0)
+    return Statistics(mean, np.where(is_constant, 1.0, deviation), frames, unread)
+
+
+def _sums(settings: FeatureSettings, manifest: Manifest, workers: int) -> Iterator[tuple[int, np.ndarray] | str]:
+    """Yield what ``_Sums`` has of each utterance, in the order of the manifest."""
+    parallel: dict[str, Any] = {}  # torch's arguments
+    if workers:
+        parallel = {"worker_init_fn": init_worker, "prefetch_factor": _PREFETCHED}
+    loader = QuietDataLoader(_Sums(settings, manifest), batch_size=None, collate_fn=unchanged, num_workers=workers,
+                             generator=torch.Generator(), **parallel)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in workers: sums depend on the number of threads
+    try:
+        with plain_worker_errors():
+            with starting_workers() if workers else contextlib.nullcontext():
+                results = iter(loader)
+            yield from results
+    finally:
+        torch.set_num_threads(threads)
 
 
 class FeatureStatistics(CorpusPart):
@@ -210,7 +243,8 @@ class _Sums(Dataset[Any]):
     if it can't be read, or if they are not finite."""
 
     def __init__(self, settings: FeatureSettings, manifest: Manifest):
-        self.features, self.hop = copy.deepcopy(settings.features).cpu().eval(), settings.hop
+        self.features = copy.deepcopy(settings.features).cpu().eval()
+        self.hop = settings.hop
         self.takes_lengths = takes_lengths(settings.features)
         self.reader = Reader(manifest, None, sample_rate=settings.sample_rate)
 
@@ -227,11 +261,14 @@ class _Sums(Dataset[Any]):
         count = feature_frames(self.features, len(signal), self.hop)
         if count <= 0:
             return 0, np.zeros(1)
-        signals, lengths = torch.from_numpy(signal)[None], torch.tensor([len(signal)])
+        signals = torch.from_numpy(signal)[None]
+        lengths = torch.tensor([len(signal)])
         feats = self.features(signals, lengths) if self.takes_lengths else self.features(signals)
-        wide = feats[0, :count].double()
-        sums = torch.stack([wide.sum(0), wide.square().sum(0)]).numpy()
-        return (len(wide), sums) if np.isfinite(sums).all() else f"{name}: its features are not finite"
+        inside = feats[0, :count].double()
+        sums = torch.stack([inside.sum(0), inside.square().sum(0)]).numpy()
+        if not np.isfinite(sums).all():
+            return f"{name}: its features are not finite"
+        return len(inside), sums
 
 
 def _stored(path: Path) -> dict[str, Any]:

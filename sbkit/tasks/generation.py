@@ -19,8 +19,9 @@ import numpy as np
 import soundfile
 import torch
 
-from sbkit.data.manifest import Manifest
+from sbkit.data.manifest import Manifest, Utterance
 from sbkit.recipe.build import Built
+from sbkit.recipe.load import Transcribe
 from sbkit.recipe.source import Findings
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Player, Results, SoundSample
@@ -83,33 +84,54 @@ def measure_of(module: str, name: str) -> Callable[..., Any] | None:
 
 
 def means(rows: Sequence[Row], **measures: str) -> dict[str, float]:
-    """Average attributes of rows, by the names of their measures, over the rows in which they are not None."""
-    known = {name: [value for row in rows if (value := getattr(row, attribute)) is not None]
-             for name, attribute in measures.items()}
-    return {name: float(np.mean(values)) for name, values in known.items() if values}
+    """Average attributes of rows over the rows in which they are not None.
+
+    measures : attributes by the names of what they measure
+    """
+    averages = {}
+    for name, attribute in measures.items():
+        values = [value for row in rows if (value := getattr(row, attribute)) is not None]
+        if values:
+            averages[name] = float(np.mean(values))
+    return averages
+
+
+def unpadded(signals: torch.Tensor, lengths: torch.Tensor) -> list[np.ndarray]:
+    """Return the waveforms [S] of a batch [B, S], without their padding."""
+    return [signal[:length] for signal, length in zip(signals.cpu().numpy(), lengths.tolist(), strict=True)]
 
 
 class ClipSampler:
     """Chooses the clips of a test to keep on this rank: random ones, and the worst if their quality is given."""
 
     def __init__(self) -> None:
-        self._orders: list[str] = []
-        self._qualities: list[float] = []
+        self._first_places: list[str] = []  # in the random order, of the clips so far
+        self._worst_qualities: list[float] = []
 
     def keep(self, name: str, sound: np.ndarray, quality: float = math.inf) -> np.ndarray | None:
-        """Return a clip in 16 bits if it is one to keep."""
-        self._orders = sorted([*self._orders, random_order(name)])[:SAMPLES]
-        self._qualities = sorted([*self._qualities, quality])[:SAMPLES]
-        kept = random_order(name) in self._orders or math.inf > quality <= self._qualities[-1]
-        return (sound.clip(-1, 1) * 32767).round().astype(np.int16) if kept else None
+        """Return a clip in 16 bits if it is one to keep, by what has come so far; later ones may be better choices.
+
+        quality : lower is worse; infinite if it is unknown
+        """
+        self._first_places = sorted([*self._first_places, random_order(name)])[:SAMPLES]
+        self._worst_qualities = sorted([*self._worst_qualities, quality])[:SAMPLES]
+        is_drawn = random_order(name) in self._first_places
+        is_among_worst = quality < math.inf and quality <= self._worst_qualities[-1]
+        if not is_drawn and not is_among_worst:
+            return None
+        return (sound.clip(-1, 1) * 32767).round().astype(np.int16)
 
 
 def drop_other_sounds(rows: Sequence[Row], quality: Callable[[Row], float] = lambda row: math.inf) -> list[Row]:
     """Drop the sounds of rows of all ranks, except for ``SAMPLES`` random ones and the ``SAMPLES`` worst."""
-    last = max(sorted(random_order(row.id) for row in rows)[:SAMPLES], default="")
-    worst = max(sorted(map(quality, rows))[:SAMPLES], default=math.inf)
-    return [row if random_order(row.id) <= last or math.inf > quality(row) <= worst else row._replace(sound=None)
-            for row in rows]
+    last_place = max(sorted(random_order(row.id) for row in rows)[:SAMPLES], default="")
+    best_of_worst = max(sorted(map(quality, rows))[:SAMPLES], default=math.inf)
+
+    def is_kept(row: Row) -> bool:
+        is_among_worst = quality(row) < math.inf and quality(row) <= best_of_worst
+        return random_order(row.id) <= last_place or is_among_worst
+
+    return [row if is_kept(row) else row._replace(sound=None) for row in rows]
 
 
 def random_order(name: str) -> str:
@@ -120,8 +142,8 @@ def random_order(name: str) -> str:
 class SpeechTest:
     """Times the speech that tests generate, has a recogniser transcribe it, and keeps a few clips of it."""
 
-    def __init__(self) -> None:
-        self.transcribe: Callable[[Sequence[np.ndarray]], list[str]] | None = None
+    def __init__(self, transcribe: Transcribe | None = None) -> None:
+        self.transcribe = transcribe
         """Transcribes waveforms [S] at the recipe's sample rate; None: there is no recogniser."""
         self.batch_seconds = 0.0
         """How long it took to generate the last batch's speech."""
@@ -145,12 +167,19 @@ class SpeechTest:
     def complete(self, rows: Sequence[Row], recordings: Sequence[np.ndarray],
                   outputs: Sequence[np.ndarray]) -> list[Row]:
         """Add to the rows of a test batch the time for each output, transcripts, and the sounds of clips to keep."""
-        samples, count = sum(map(len, outputs)), len(rows)
-        texts = [None] * 2 * count if self.transcribe is None else self.transcribe([*recordings, *outputs])
-        return [row._replace(seconds=self.batch_seconds * len(output) / samples, recording_transcript=of_recording,
-                             output_transcript=of_output, sound=self.clips.keep(row.id, output))
-                for row, output, of_recording, of_output in zip(rows, outputs, texts[:count], texts[count:],
-                                                                strict=True)]
+        count = len(rows)
+        transcripts: Sequence[str | None] = [None] * 2 * count
+        if self.transcribe is not None:
+            transcripts = self.transcribe([*recordings, *outputs])
+
+        samples = sum(map(len, outputs))
+        completed = []
+        for row, output, of_recording, of_output in zip(rows, outputs, transcripts[:count], transcripts[count:],
+                                                        strict=True):
+            completed.append(row._replace(
+                seconds=self.batch_seconds * len(output) / samples, recording_transcript=of_recording,
+                output_transcript=of_output, sound=self.clips.keep(row.id, output)))
+        return completed
 
 
 @dataclass
@@ -187,42 +216,52 @@ class SoundResults(Results):
         return {"WER_interval": interval(self.after), "WER_of_recordings_interval": interval(self.before)}
 
     def figures(self, name: str) -> Mapping[str, float]:
-        found = super().figures(name)
-        return {f"of the {self.maker}'s output": value for value in found.values()} if name == "WER" else found
+        figures = super().figures(name)
+        if name != "WER":
+            return figures
+        return {f"of the {self.maker}'s output": value for value in figures.values()}
 
     def files(self, of: str = "") -> list[str]:
         return [*super().files(of), f"{of}_{SOUNDS}" if of else SOUNDS]
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
         """Write the numbers, and the sounds of a few utterances."""
-        kept = {row.id: row for row in self.rows if row.sound is not None}
-        drawn = sorted(sorted(kept, key=random_order)[:SAMPLES])
+        with_sound = {row.id: row for row in self.rows if row.sound is not None}
+        drawn = sorted(sorted(with_sound, key=random_order)[:SAMPLES])
         worst = [] if self.estimate is None else [self.estimate.ids[i] for i in self.estimate.worst()[:SAMPLES]]
-        if not kept.keys() >= set(worst):  # this task keeps only random clips
+        if not with_sound.keys() >= set(worst):  # this task keeps only random clips
             worst = []
-        subfolder, place = Path(f"{of}_{SOUNDS}" if of else SOUNDS), {name: i for i, name in enumerate(manifest.ids)}
+
+        subfolder = Path(f"{of}_{SOUNDS}" if of else SOUNDS)
         (folder / subfolder).mkdir(parents=True, exist_ok=True)
+        place = {name: i for i, name in enumerate(manifest.ids)}
         players = {}
         for number, name in enumerate(dict.fromkeys([*drawn, *worst]), 1):
-            row = kept[name]
-            sounds, recording = self.sounds(row), manifest.row(place[name])
-            samples = [] if len(sounds) > 1 else [
-                SoundSample("recording", recording.wav, recording.start, recording.duration)]
-            for label, sound in sounds.items():
-                path = subfolder / (f"{number:02}-{label}.flac" if len(sounds) > 1 else f"{number:02}.flac")
-                soundfile.write(folder / path, sound, self.sample_rate)
-                samples.append(SoundSample(label, str(path), 0.0, len(sound) / self.sample_rate))
-            players[name] = Player(row.reference or name, self.remark(row), samples)
+            recording = manifest.row(place[name])
+            players[name] = self._write_clip(folder, subfolder / f"{number:02}", with_sound[name], recording)
         self.players = [players[name] for name in drawn]
         self.players += [replace(players[name], among_worst=True) for name in worst]
         super().write(folder, manifest, of)
 
+    def _write_clip(self, folder: Path, stem: Path, row: Row, recording: Utterance) -> Player:
+        """Write the sounds of a clip, below ``folder`` in files that begin with ``stem``; returns its player."""
+        sounds = self.sounds(row)
+        several = len(sounds) > 1
+        samples = []
+        if not several:
+            samples.append(SoundSample("recording", recording.wav, recording.start, recording.duration))
+        for label, sound in sounds.items():
+            path = stem.with_name(f"{stem.name}-{label}.flac" if several else f"{stem.name}.flac")
+            soundfile.write(folder / path, sound, self.sample_rate)
+            samples.append(SoundSample(label, str(path), 0.0, len(sound) / self.sample_rate))
+        return Player(row.reference or row.id, self.remark(row), samples)
+
     def error_rate_rows(self) -> list[list[str]]:
         """Return rows of a table with the error rates that were measured."""
+        measured = [("WER", f"of the {self.maker}'s output", self.after),
+                    ("WER of the recordings", "by the same recogniser", self.before)]
         return [[name, f"{rates.rate:.2f} %", f"{what}; 95 % interval {interval_in_text(rates)}"]
-                for name, what, rates in (("WER", f"of the {self.maker}'s output", self.after),
-                                          ("WER of the recordings", "by the same recogniser", self.before))
-                if rates is not None]
+                for name, what, rates in measured if rates is not None]
 
 
 def word_rates(rows: Sequence[Row], name: str) -> ErrorRates | None:

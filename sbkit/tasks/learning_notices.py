@@ -236,48 +236,73 @@ class LearningNotices:
         self._said_at[CHANCE] = completed
         yet = "" if self._used_patience >= 1 else " yet"
         return Notice(CHANCE, completed, f"The model has learnt nothing{yet}", f"{standing.against_chance()}.",
-                      tuple(self._leave_chance(self._usual_rate)))
+                      tuple(self._leave_chance()))
 
-    def _leave_chance(self, usual: float) -> list[str]:
+    def _leave_chance(self) -> list[str]:
         """Return advice for a loss that stays at chance, the likeliest first."""
-        setup, highest = self.setup, self._highest_rate
+        setup = self.setup
         steps = max(1000, 200 * math.ceil(setup.steps / 100))
-        more = f"more steps: {setup.option('min_steps', 'batching.min_steps')} {steps} or more in a new run"
+        more_steps = f"more steps: {setup.option('min_steps', 'batching.min_steps')} {steps} or more in a new run"
         if setup.steps < setup.planned:
-            more = f"more steps: --optimizer_step_limit {steps} or more"
-        advice = [] if self._used_patience >= 1 else [more]
-        parts = [part for part in ("encoder", "CNN", "Transformer") if part in setup.keys]
-        if setup.trained and not setup.freezes and parts:
-            frozen = ", ".join(f"{part}: 100" for part in parts)
-            advice.append("if the head is new, it alone first, in a new run, before the encoder forgets what it knows: "
-                          f"--freeze '{{{frozen}}}'")
-        if setup.trained and 0 < setup.fastest * highest < HEAD_RATE / 2:
-            factor = f"--learning_rates '{{ctc_lin: {HEAD_RATE / highest:.0f}}}'"
-            advice.append("if the head is new, a higher rate for it: "
-                          f"{f'--head_lr {HEAD_RATE:g}' if 'head_lr' in setup.keys else factor}")
-        schedule = setup.schedule
-        if schedule is not None and schedule.peak > FAR * max(USUAL_RATE, highest):  # as for Adadelta
-            limits = [f"--schedule.{name} null" for name in ("max_rise_per_step", "max_lr_at_chance")
-                      if getattr(schedule, name, None) is not None]
-            advice += [f"no limits of the learning rate, which has reached {highest:.2g} of {schedule.peak:g}: "
-                       f"{' '.join(limits)}"] if limits else []
-        elif 0 < highest < 0.1 * usual and schedule is not None and schedule.peak >= usual:
-            if schedule.limits_warmup:
-                advice.append(f"a faster rise of the learning rate: --schedule.max_rise_per_step null (it has reached "
-                              f"{highest:.2g} of {schedule.peak:g})")
-        elif 0 < highest < 0.1 * usual:
-            advice.append(f"a higher learning rate: {setup.option('lr', 'schedule.peak')} {usual:g} (it has reached "
-                          f"{highest:.2g})" if not setup.anneals else
-                          f"a scheduler that rises sooner or higher: the learning rate has reached {highest:.2g}, and "
-                          f"{usual:g} is usual")
-        else:
-            advice += self._lower_rate()
+            more_steps = f"more steps: --optimizer_step_limit {steps} or more"
+        ended_early = self._used_patience < 1
+        advice = [more_steps] if ended_early else []
+        if setup.trained:
+            advice += self._train_new_head()
+        advice += self._change_rate()
         if setup.masks:
             advice.append("no masks until the model has learnt something: --spec_augment.ramp '[0.6,1.0]', or "
                           "--spec_augment null")
-        return [*advice, *([more] if more not in advice else []),
-                "transcripts that match their recordings: listen to some (manifests/train.csv); `sbkit check` finds "
-                "labels that are too long for their audio"]
+        if not ended_early:
+            advice.append(more_steps)
+        advice.append("transcripts that match their recordings: listen to some (manifests/train.csv); `sbkit check` "
+                      "finds labels that are too long for their audio")
+        return advice
+
+    def _train_new_head(self) -> list[str]:
+        """Advise what a new head on a pretrained model may need."""
+        setup = self.setup
+        highest = self._highest_rate
+        advice = []
+        parts = [part for part in ("encoder", "CNN", "Transformer") if part in setup.keys]
+        if parts and not setup.freezes:
+            frozen = ", ".join(f"{part}: 100" for part in parts)
+            advice.append("if the head is new, it alone first, in a new run, before the encoder forgets what it knows: "
+                          f"--freeze '{{{frozen}}}'")
+        if 0 < setup.fastest * highest < HEAD_RATE / 2:
+            option = f"--learning_rates '{{ctc_lin: {HEAD_RATE / highest:.0f}}}'"
+            if "head_lr" in setup.keys:
+                option = f"--head_lr {HEAD_RATE:g}"
+            advice.append(f"if the head is new, a higher rate for it: {option}")
+        return advice
+
+    def _change_rate(self) -> list[str]:
+        """Advise another learning rate: a faster or higher one if it has stayed low, otherwise a lower one."""
+        setup = self.setup
+        schedule = setup.schedule
+        usual = self._usual_rate
+        highest = self._highest_rate
+        if schedule is not None and schedule.peak > FAR * max(USUAL_RATE, highest):  # as for Adadelta
+            limits = [f"--schedule.{name} null" for name in ("max_rise_per_step", "max_lr_at_chance")
+                      if getattr(schedule, name, None) is not None]
+            if not limits:
+                return []
+            return [f"no limits of the learning rate, which has reached {highest:.2g} of {schedule.peak:g}: "
+                    f"{' '.join(limits)}"]
+
+        stayed_low = 0 < highest < 0.1 * usual
+        if not stayed_low:
+            return self._lower_rate()
+        if schedule is not None and schedule.peak >= usual:
+            if not schedule.limits_warmup:
+                return []
+            return [f"a faster rise of the learning rate: --schedule.max_rise_per_step null (it has reached "
+                    f"{highest:.2g} of {schedule.peak:g})"]
+        if setup.anneals:
+            return [f"a scheduler that rises sooner or higher: the learning rate has reached {highest:.2g}, and "
+                    f"{usual:g} is usual"]
+        return [f"a higher learning rate: {setup.option('lr', 'schedule.peak')} {usual:g} (it has reached "
+                f"{highest:.2g})"]
 
     def _lower_rate(self) -> list[str]:
         """Advise a third of the highest learning rate so far, and twice the warm-up if that is half of the run at most.

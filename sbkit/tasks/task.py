@@ -25,6 +25,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
+from sbkit.recipe.load import Transcribe
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
@@ -36,6 +37,7 @@ from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
 from sbkit.tasks.corpus_part import CorpusPart, OwnKeys
+from sbkit.tasks.generation import SpeechTest
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.learning import LearningMonitor
 from sbkit.tasks.mixture_parts import ALL, MixtureParts
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
     from sbkit.data.loader import TrainLoader
     from sbkit.export.exported import Exported
     from sbkit.recipe.speed import Utilisation
-    from sbkit.tasks.generation import SpeechTest
     from sbkit.tasks.recognise.transcriber import Transcriber
 
 __all__ = ["Metric", "Task"]
@@ -68,11 +69,13 @@ class Task(Brain):
 
         compute_forward(batch, stage), compute_objectives(outputs, batch, stage)
 
-    and overrides those methods below whose defaults do not fit. The recipe's values are in ``self.keys``, an object of
-    the class under ``Keys``; class methods, which are called before there is a model, get it as ``keys``.
+    and overrides those methods below whose defaults do not fit. They are grouped by who asks them: the preparation of
+    a corpus, what makes batches, the check, the loop, the export. The recipe's values are in ``self.keys``, an object
+    of the class under ``Keys``; class methods, which are called before there is a model, get it as ``keys``.
 
     What several tasks share they hold as objects, not as base classes: ``corpus_parts`` and ``tokens`` of the class,
-    ``learning``, ``transcriber`` and ``speech_test`` of a Brain. A task sets those that it has; this class asks them.
+    ``learning`` and ``transcriber`` of a Brain. A task sets those that it has; this class asks them. A task that
+    generates speech has a ``speech_test``.
 
     The hooks ``begin_run``, ``begin_step`` and ``validated``, and those that are empty in SpeechBrain
     (``on_stage_start``, ``on_stage_end``, ``on_fit_batch_start``, ``on_fit_batch_end``), do nothing here: an override
@@ -84,12 +87,12 @@ class Task(Brain):
     parts: ClassVar[tuple[str, ...]] = ("modules",)
     """Keys whose objects are needed to send a batch through the model."""
     columns: ClassVar[Declared] = {}
-    """Columns of the corpus that batches hold besides recordings and texts, by name: ``LabelColumn`` or
-    ``SignalColumn``."""
+    """Columns of the corpus that batches hold besides recordings and texts, by name: a ``LabelColumn``, a
+    ``SignalColumn``, or a kind of the user's."""
     corpus_parts: ClassVar[tuple[CorpusPart, ...]] = ()
     """What is computed from the corpus, or limited in it, in this order."""
     tokens: ClassVar[TextTokens | None] = None
-    """The tokens of an utterance's text, which are its labels; None: a batch has none, or ``encoder`` makes them."""
+    """The tokens of an utterance's text, which are its labels; None: a batch has none, or ``tokenizer`` makes them."""
     sized_by_corpus: ClassVar[tuple[str, ...]] = ()
     """Keys with sizes that ``prepare`` returns, so that another corpus gives tensors of other shapes."""
     metric: ClassVar[Metric] = Metric("loss")
@@ -98,6 +101,8 @@ class Task(Brain):
     can be padded to few shapes (``batching: pad_to_shapes``)."""
     writes_words: ClassVar[bool] = False
     """Whether its rows have a ``hypothesis``, which is empty where nobody speaks."""
+    generates_speech: ClassVar[bool] = False
+    """Whether its tests generate speech, for which it then has a ``speech_test``."""
     keys: TaskKeys
     learning: LearningMonitor | None = None
     """Warns if a recogniser doesn't learn; None: nothing watches the loss."""
@@ -106,8 +111,14 @@ class Task(Brain):
     speech_test: SpeechTest | None = None
     """Times, transcribes and samples the speech that tests generate; None: they generate none."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, transcribe: Transcribe | None = None, **kwargs: Any):
+        """Build the Brain; the arguments besides those of ``Brain`` are
+
+        transcribe : a recogniser for the speech that tests generate; None: there is none
+        """
         super().__init__(*args, **kwargs)
+        if self.generates_speech:
+            self.speech_test = SpeechTest(transcribe)
         self.rows: list[Any] = []
         """One object with an ``id`` for each utterance that this rank has evaluated in the current validation or test;
         ``compute_objectives`` or ``evaluate_batch`` adds them."""
@@ -139,7 +150,7 @@ class Task(Brain):
         if not saved and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is not None:
             self.checkpointer.add_recoverable(name, obj, optional_load=True)
 
-    # ------------------------------------------------------------ before there is a model
+    # ------------------------------------------------------------ asked while a corpus is prepared
 
     @classmethod
     def prepare(cls, keys: OwnKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,18 +177,24 @@ class Task(Brain):
         """Whether the results of ``prepare`` exist already."""
         return all(part.is_prepared(keys) for part in cls.corpus_parts)
 
+    # ------------------------------------------------------------ asked by what makes batches
+
     @classmethod
-    def encoder(cls, keys: OwnKeys) -> SupportsEncode | None:
+    def tokenizer(cls, keys: OwnKeys) -> SupportsEncode | None:
         """Return what turns an utterance's text into the ``tokens`` of its batch; None if batches have no tokens.
 
         Any object with ``encode(text) -> list[int]`` that can be pickled will do: the processes that read audio use it.
         """
-        return None if cls.tokens is None else cls.tokens.encoder(keys)
+        return None if cls.tokens is None else cls.tokens.tokenizer(keys)
 
     @classmethod
     def needs_text(cls) -> bool:
-        """Whether rows of a corpus without a text are left out: true if the task has ``tokens`` or an ``encoder``."""
-        return cls.tokens is not None or cls.encoder.__func__ is not Task.encoder.__func__  # type: ignore[attr-defined]  # a bound method's
+        """Whether rows of a corpus without a text are left out: true if the task has ``tokens``, or its own
+        ``tokenizer``."""
+        overrides_tokenizer = any("tokenizer" in vars(base) for base in cls.__mro__[:cls.__mro__.index(Task)])
+        return cls.tokens is not None or overrides_tokenizer
+
+    # ------------------------------------------------------------ asked by the check, the cost estimate and tune
 
     @classmethod
     def check_parts(cls, keys: OwnKeys, built: Built, findings: Findings) -> bool:
@@ -216,21 +233,6 @@ class Task(Brain):
         """Return lines for the check to print below its table of shapes, and the same facts for ``--json``."""
         return [], {}
 
-    @classmethod
-    def check_manifest(cls, keys: OwnKeys, split: str, manifest: Manifest) -> None:
-        """Warn about texts that the model can't output in a manifest to score; raise if it can't be scored at all."""
-        for part in cls.corpus_parts:
-            part.check_manifest(keys, split, manifest)
-
-    # ------------------------------------------------------------ initial weights
-
-    def token_tables(self) -> TokenTables | None:
-        """Return the tensors with a row per token, so that ``init_from`` can map them to another vocabulary; None if
-        the model has none."""
-        return None
-
-    # ------------------------------------------------------------ dummy batches
-
     def dummy_batch(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
         """Make a batch of this size, for the check, the cost estimate and tune.
 
@@ -265,26 +267,14 @@ class Task(Brain):
         """The number of labels per second in a typical utterance, for dummy batches."""
         return 0.0 if self.tokens is None else self.tokens.per_second(self.keys)
 
-    def clip_batch(self, signal: torch.Tensor, samples: int) -> Batch:
-        """Make a batch of one waveform [S], on which an export is compared with ``compute_forward``.
+    # ------------------------------------------------------------ asked by init_from
 
-        samples : its length, after which it is padded
-        """
-        batch = self.dummy_batch(1, samples / self.keys.sample_rate, noise=True)
-        signals = signal[None]
-        signal_lengths = torch.tensor([samples])
-        columns = BatchColumns(self.columns, self.keys)
-        return dataclasses.replace(
-            batch, ids=["clip"], signals=signals, samples=samples, signal_lengths=signal_lengths,
-            **columns.dummy(signals, signal_lengths, noise=True))
+    def token_tables(self) -> TokenTables | None:
+        """Return the tensors with a row per token, so that ``init_from`` can map them to another vocabulary; None if
+        the model has none."""
+        return None
 
-    # ------------------------------------------------------------ training
-
-    def begin_run(self, texts: Sequence[str], steps: int) -> None:
-        """Called before ``fit`` with the training texts and the number of optimizer steps."""
-
-    def begin_step(self, step: int) -> None:
-        """Called before each optimizer step, counted from 1, when its learning rate has been set."""
+    # ------------------------------------------------------------ asked by a run that begins
 
     def open_run(self, texts: Sequence[str], steps: int, *, epochs: int | None = None,
                  train_set: TrainLoader | None = None, utilisation: Utilisation | None = None,
@@ -339,6 +329,16 @@ class Task(Brain):
         """The peak of the schedule, if there is one."""
         return super().peak_rate if self.schedule is None else self.schedule.warmup_end()[1]
 
+    # ------------------------------------------------------------ asked by the loop, around a step
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Train, and warn at the end if nothing was learnt."""
+        super().fit(*args, **kwargs)
+        if self.learning is not None and not self.test_only:
+            after_last = self.optimizer_step + 1
+            self.learning.end(after_last)
+            self.learning.log_notices(after_last, self._current_rate(), self.metrics_log, ended=True)
+
     def open_step(self, number: int) -> None:
         """Set what depends on the step: masks, the numbers of kernels, and the learning rate; call ``begin_step``."""
         if self.learning is not None:
@@ -350,29 +350,21 @@ class Task(Brain):
         if self.learning is not None and self.learning.is_due(number):
             self.learning.log_notices(number, self._current_rate(), self.metrics_log)
 
+    def end_step(self, number: int) -> None:
+        """Let SpeechBrain's scheduler set the next rate, which a checkpoint of this step holds."""
+        if self.annealing is not None and number > 0:
+            self.annealing.after_step(self.optimizer, number)
+
     def close_step(self, result: StepResult) -> None:
         """Record a step's loss, on which masks, learning rate and warnings depend; call ``on_step_known``."""
         if self.learning is not None:
             self.learning.count(result)
         super().close_step(result)
 
-    def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Train, and warn at the end if nothing was learnt."""
-        super().fit(*args, **kwargs)
-        if self.learning is not None and not self.test_only:
-            after_last = self.optimizer_step + 1
-            self.learning.end(after_last)
-            self.learning.log_notices(after_last, self._current_rate(), self.metrics_log, ended=True)
-
     def _current_rate(self) -> float | torch.Tensor | None:
         return self.trainer.learning_rate if self.learning_rate is None else self.learning_rate
 
-    def end_step(self, number: int) -> None:
-        """Let SpeechBrain's scheduler set the next rate, which a checkpoint of this step holds."""
-        if self.annealing is not None and number > 0:
-            self.annealing.after_step(self.optimizer, number)
-
-    # ------------------------------------------------------------ validation and test
+    # ------------------------------------------------------------ asked by the loop, around a stage
 
     shares_validation = True  # the rows of all ranks are gathered, so no utterance may be evaluated on two ranks
 
@@ -387,41 +379,6 @@ class Task(Brain):
         """Note which recordings of a batch could not be read."""
         self._unreadable.update(as_planned(batch).damaged)
 
-    def all_rows(self) -> list[Any]:
-        """Collect the rows of all ranks, sorted by id, on every rank."""
-        return sorted(self.gather(self.rows), key=lambda row: row.id)
-
-    def stats(self, rows: Sequence[Any]) -> dict[str, float]:
-        """Compute the statistics of a validation or test, the metric among them unless that is the loss."""
-        return {} if self.transcriber is None else self.transcriber.stats(rows)
-
-    def results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
-        """Build the results of a test, for the screen, the files and the report.
-
-        unread : recordings that could not be read, and why
-        """
-        if self.transcriber is not None:
-            return self.transcriber.results(rows, loss, unread)
-        return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
-
-    def estimate(self, rows: Sequence[Any]) -> MetricEstimate | None:
-        """Estimate the uncertainty of a test's metric by a bootstrap over rows, unless ``stats`` compares rows."""
-        if self.transcriber is not None:
-            return None  # the intervals of error rates are bootstrapped over words
-        return estimate(self.metric, rows, self.stats)
-
-    def tested_results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
-        """Build the results of a test and their uncertainty."""
-        results = self.results(rows, loss, unread)
-        results.estimate = self.estimate(rows)
-        if self.metric.name != "loss":
-            self.mixture_parts.add_results(results, rows,
-                                           lambda part_rows: self.tested_results(part_rows, loss, {}))
-        return results
-
-    def validated(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
-        """Called on every rank after a validation with the rows of all ranks and their ``stats``."""
-
     def close_stage(self, stage: Stage, loss: float, epoch: int | None = None) -> None:
         """Compute and log results, call ``on_stage_end``, and save a checkpoint after a validation."""
         if stage == Stage.TRAIN:
@@ -431,22 +388,6 @@ class Task(Brain):
             self._close_validation(loss, epoch)
         else:
             self._close_test(loss, epoch)
-
-    def _close_test(self, loss: float, epoch: int | None) -> None:
-        rows, unread = self.all_rows(), dict(self.gather(self._unreadable.items()))
-        self.tested = self.tested_results(rows, loss, unread)
-        super().close_stage(Stage.TEST, loss, epoch)
-        if self.tested.unread:
-            logger.warning("%s", describe_unread("test", self.tested.unread, self.tested.utterances))
-
-        stats = dict(self.tested.stats)
-        if unread:
-            stats["unread"] = len(unread)
-        epoch_loaded = getattr(self.keys.epoch_counter, "current", None)
-        if self.keys.train_logger is not None:
-            self.keys.train_logger.log_stats({"Epoch loaded": epoch_loaded},
-                                             test_stats=self.mixture_parts.for_log(stats, ALL))
-        self._log("test", epoch_loaded, stats)
 
     def _close_validation(self, loss: float, epoch: int | None) -> None:
         rows, unread = self.all_rows(), dict(self.gather(self._unreadable.items()))
@@ -492,7 +433,76 @@ class Task(Brain):
         if warning is not None:
             logger.warning("%s", warning)
 
-    # ------------------------------------------------------------ export
+    def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
+        super().on_evaluate_start(max_key=max_key, min_key=min_key)
+        average = self.keys.tested_weights.average
+        if self.checkpointer is not None and average.several:
+            used = load_average(self.checkpointer, average, max_key=max_key, min_key=min_key)
+            logger.info("Testing %s", average.describe(len(used)))
+
+    def _close_test(self, loss: float, epoch: int | None) -> None:
+        rows, unread = self.all_rows(), dict(self.gather(self._unreadable.items()))
+        self.tested = self.tested_results(rows, loss, unread)
+        super().close_stage(Stage.TEST, loss, epoch)
+        if self.tested.unread:
+            logger.warning("%s", describe_unread("test", self.tested.unread, self.tested.utterances))
+
+        stats = dict(self.tested.stats)
+        if unread:
+            stats["unread"] = len(unread)
+        epoch_loaded = getattr(self.keys.epoch_counter, "current", None)
+        if self.keys.train_logger is not None:
+            self.keys.train_logger.log_stats({"Epoch loaded": epoch_loaded},
+                                             test_stats=self.mixture_parts.for_log(stats, ALL))
+        self._log("test", epoch_loaded, stats)
+
+    def _log(self, kind: str, epoch: int | None, stats: dict[str, float]) -> None:
+        if self.metrics_log is not None:
+            prefix = "valid" if kind == "epoch" else "test"
+            self.metrics_log.write(kind, epoch=epoch, step=self.optimizer_step,
+                                   **{f"{prefix}_{name}": value for name, value in stats.items()})
+
+    # ------------------------------------------------------------ asked about the rows of an evaluation
+
+    @classmethod
+    def check_manifest(cls, keys: OwnKeys, split: str, manifest: Manifest) -> None:
+        """Warn about texts that the model can't output in a manifest to score; raise if it can't be scored at all."""
+        for part in cls.corpus_parts:
+            part.check_manifest(keys, split, manifest)
+
+    def all_rows(self) -> list[Any]:
+        """Collect the rows of all ranks, sorted by id, on every rank."""
+        return sorted(self.gather(self.rows), key=lambda row: row.id)
+
+    def stats(self, rows: Sequence[Any]) -> dict[str, float]:
+        """Compute the statistics of a validation or test, the metric among them unless that is the loss."""
+        return {} if self.transcriber is None else self.transcriber.stats(rows)
+
+    def results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
+        """Build the results of a test, for the screen, the files and the report.
+
+        unread : recordings that could not be read, and why
+        """
+        if self.transcriber is not None:
+            return self.transcriber.results(rows, loss, unread)
+        return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
+
+    def estimate(self, rows: Sequence[Any]) -> MetricEstimate | None:
+        """Estimate the uncertainty of a test's metric by a bootstrap over rows, unless ``stats`` compares rows."""
+        if self.transcriber is not None:
+            return None  # the intervals of error rates are bootstrapped over words
+        return estimate(self.metric, rows, self.stats)
+
+    def tested_results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
+        """Build the results of a test and their uncertainty."""
+        results = self.results(rows, loss, unread)
+        results.estimate = self.estimate(rows)
+        if self.metric.name != "loss":
+            self.mixture_parts.add_results(results, rows,
+                                           lambda part_rows: self.tested_results(part_rows, loss, {}))
+        return results
+
+    # ------------------------------------------------------------ asked by sbkit export
 
     def exported(self, run: Path) -> Exported | None:
         """Return what ``sbkit export`` writes; None if the task can't be exported.
@@ -503,17 +513,26 @@ class Task(Brain):
         """
         return None
 
-    # ------------------------------------------------------------ logs and checkpoints
+    def clip_batch(self, signal: torch.Tensor, samples: int) -> Batch:
+        """Make a batch of one waveform [S], on which an export is compared with ``compute_forward``.
 
-    def _log(self, kind: str, epoch: int | None, stats: dict[str, float]) -> None:
-        if self.metrics_log is not None:
-            prefix = "valid" if kind == "epoch" else "test"
-            self.metrics_log.write(kind, epoch=epoch, step=self.optimizer_step,
-                                   **{f"{prefix}_{name}": value for name, value in stats.items()})
+        samples : its length, after which it is padded
+        """
+        batch = self.dummy_batch(1, samples / self.keys.sample_rate, noise=True)
+        signals = signal[None]
+        signal_lengths = torch.tensor([samples])
+        columns = BatchColumns(self.columns, self.keys)
+        return dataclasses.replace(
+            batch, ids=["clip"], signals=signals, samples=samples, signal_lengths=signal_lengths,
+            **columns.dummy(signals, signal_lengths, noise=True))
 
-    def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
-        super().on_evaluate_start(max_key=max_key, min_key=min_key)
-        average = self.keys.tested_weights.average
-        if self.checkpointer is not None and average.several:
-            used = load_average(self.checkpointer, average, max_key=max_key, min_key=min_key)
-            logger.info("Testing %s", average.describe(len(used)))
+    # ------------------------------------------------------------ for a recipe's class, which need not call super()
+
+    def begin_run(self, texts: Sequence[str], steps: int) -> None:
+        """Called before ``fit`` with the training texts and the number of optimizer steps."""
+
+    def begin_step(self, step: int) -> None:
+        """Called before each optimizer step, counted from 1, when its learning rate has been set."""
+
+    def validated(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
+        """Called on every rank after a validation with the rows of all ranks and their ``stats``."""

@@ -71,7 +71,7 @@ class TextTokens(CorpusPart):
                            "starts from this model's weights)",
                            counted(uncovered.total(), "character"), _most_common(uncovered))
 
-    def encoder(self, keys: RecogniserKeys) -> SupportsEncode:
+    def tokenizer(self, keys: RecogniserKeys) -> SupportsEncode:
         """Return the tokenizer; raises unless it has as many tokens as the model has outputs."""
         tokenizer = keys.tokenizer.load()
         tokenizer.check(keys.output_neurons)

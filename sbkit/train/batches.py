@@ -91,8 +91,8 @@ def rows(batch: object, start: int, stop: int) -> object:
     if isinstance(batch, (list, tuple)):
         return type(batch)(map(cut, batch))
 
-    # A plan's "damaged" and "goes_on", and the lists of keys that a PaddedBatch keeps to itself have other lengths.
-    without_rows = {"damaged", "goes_on"} if isinstance(batch, PlannedBatch) else set()
+    # Such lists, and those of keys that a PaddedBatch keeps to itself, may have any length.
+    without_rows = batch.not_by_row if isinstance(batch, PlannedBatch) else frozenset()
     fields = {}
     for name, value in vars(batch).items():
         fields[name] = value if name in without_rows or name.startswith("_") else cut(value)

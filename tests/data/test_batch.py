@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from speechbrain.dataio.batch import PaddedData
 
 from sbkit.data.batch import DUMMY_ID, Batch, DevicePrefetcher, dummy_batch
 from sbkit.data.columns import Padded
+from sbkit.train.batches import rows as rows_of
 
 
 def batch(rows: int = 3, step: int = 7) -> Batch:
@@ -50,6 +52,34 @@ class Marked(Batch):
 
     mark: torch.Tensor = None
     marks: dict[str, Padded] = None
+
+
+class Alignment(NamedTuple):
+    starts: torch.Tensor
+    spans: list[torch.Tensor]
+
+
+def test_tensors_within_named_tuples_lists_and_dicts_of_a_field_are_moved_repeated_and_cut():
+    """Lists have one entry for each row; what has no tensors stays what it is."""
+    it = batch()
+    spans = [torch.arange(rows) for rows in (1, 2, 3)]
+    it.columns = {"words": Alignment(torch.arange(3), spans), "pair": ({"deep": torch.ones(3, 2)}, "note")}
+    held = [it.columns["words"].starts, *spans, it.columns["pair"][0]["deep"]]
+    assert all(any(tensor is other for other in it.tensors()) for tensor in held)
+
+    moved = it.to("meta")
+    assert {tensor.device.type for tensor in moved.tensors()} == {"meta"}
+    assert isinstance(moved.columns["words"], Alignment) and moved.columns["pair"][1] == "note"
+    assert moved.texts is it.texts and it.columns["words"].spans is spans
+
+    longer = it.repeated(2)
+    assert longer.columns["words"].starts.tolist() == [0, 1, 2, 0, 1, 2]
+    assert [len(span) for span in longer.columns["words"].spans] == [1, 2, 3, 1, 2, 3]
+    assert longer.columns["pair"][0]["deep"].shape == (6, 2)
+
+    part = rows_of(longer, 3, 6)
+    assert part.columns["words"].starts.tolist() == [0, 1, 2]
+    assert [len(span) for span in part.columns["words"].spans] == [1, 2, 3]
 
 
 def test_a_new_field_is_moved_repeated_and_copied_to_graphs_like_the_others():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from sounds import encoded, speechlike
 
 from sbkit.data.augment import Augment, Crop, Gain, SpeedPerturb
 from sbkit.data.batch import Batch
-from sbkit.data.columns import BatchColumns, LabelColumn, Padded, SignalColumn
+from sbkit.data.columns import BatchColumns, LabelColumn, Padded, SignalColumn, TextColumn
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.plan import Batching, Plan
@@ -182,6 +183,31 @@ def test_rows_whose_further_recording_is_missing_are_prepared_again_only_when_it
     assert f"{recording} was left out and has appeared" in caplog.text
 
 
+def test_a_row_whose_further_recording_is_damaged_is_prepared_again_only_when_it_is_repaired(sounds, tmp_path, caplog):
+    declared = {"clean": SignalColumn()}
+    recording = tmp_path / "damaged.wav"
+    recording.write_bytes(b"RIFF no sound")
+    corpus = write("csv", tmp_path, rows(sounds, u2={"clean_wav": str(recording)}), sounds)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert len(prepared(corpus, declared)["train"]) == CLIPS - 1
+        assert "already prepared" in caplog.text and "has appeared" not in caplog.text
+
+        recording.write_bytes((sounds / "clean2.wav").read_bytes())
+        assert len(prepared(corpus, declared)["train"]) == CLIPS
+    assert f"{recording} was left out and has appeared or changed" in caplog.text
+
+
+def test_a_further_recording_that_goes_on_is_told_with_its_column(sounds, tmp_path):
+    data = (sounds / "voice2.wav").read_bytes()
+    (tmp_path / "more.wav").write_bytes(data[:40] + (32_000).to_bytes(4, "little") + data[44:])
+    corpus = write("csv", tmp_path, rows(sounds, u2={"voice": str(tmp_path / "more.wav")}), sounds)
+    assert len(prepared(corpus)["train"]) == CLIPS
+    assert corpus.report["splits"]["train"]["notices"] == [
+        "1 recording longer than the header says, such as u2: voice: its header says 1.00 s, but it goes on to 2.20 s: "
+        "the rest isn't read"]
+
+
 def kinds_of_columns(held):
     """The type of each column and label of a batch by name; of tensors also their types of numbers and dimensions."""
     kinds = {}
@@ -200,6 +226,29 @@ def test_a_dummy_batch_has_all_columns_of_a_batch_that_was_read(manifest, noise)
     dummy = BatchColumns(DECLARED, KEYS).dummy(read.signals, read.signal_lengths, noise=noise)
     assert {name for _, name in kinds_of_columns(dummy)} == set(DECLARED)
     assert kinds_of_columns(dummy) == kinds_of_columns({field: getattr(read, field) for field in dummy})
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberColumn(TextColumn):
+    """A kind of the user's: numbers, [B] float32."""
+
+    dummy: str = dataclasses.field(default="1.5", kw_only=True)
+
+    def of_rows(self, texts):
+        return torch.tensor([float(text) for text in texts])
+
+
+def test_a_kind_of_column_of_the_users_is_one_class(sounds, tmp_path):
+    listed = [{**row, "level": f"{number / 4}"} for number, row in enumerate(rows(sounds))]
+    declared = {"level": NumberColumn(), "clean": SignalColumn()}
+    found = prepared(write("csv", tmp_path, listed, sounds), declared)["train"]
+    assert len(found) == CLIPS
+    for batch in loader(found, declared=declared, workers=1).at(1):
+        assert batch.columns["level"].tolist() == [int(name[1:]) / 4 for name in batch.ids]
+        assert batch.to("meta").columns["level"].device.type == "meta"
+        assert batch.repeated(2).columns["level"].shape == (2 * len(batch),)
+    dummy = BatchColumns(declared).dummy(torch.zeros(2, 10), torch.tensor([10, 10]))
+    assert dummy["columns"]["level"].tolist() == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("augment", [None, Augment([SpeedPerturb([0.8, 1.1]), Crop(0.4), Gain()])])

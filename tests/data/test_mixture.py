@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -136,7 +137,8 @@ def test_batches_say_which_corpus_and_language_each_row_is_of(two, tmp_path):
         assert next(iter(test)).columns["corpus"] == [""], "another corpus has none"
     assert set(columns.dummy(batches[0].signals, batches[0].signal_lengths)["columns"]) == {"corpus", "language"}
     numbered = BatchColumns({"language": LabelColumn("languages")}, Keys(mixture))
-    labels = numbered.of_rows({"language": ["en", "cs", "de", ""]}, {}, count=3)["labels"]
+    texts = {"corpus": ["read", "calls", "", ""], "language": ["en", "cs", "de", ""]}
+    labels = numbered.of_rows(texts, {}, 3, pad=lambda signals: torch.zeros(0))["labels"]
     assert labels["language"].tolist() == [1, 0, -1, 0]  # the last one fills a shape
 
 

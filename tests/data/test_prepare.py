@@ -164,6 +164,15 @@ def test_a_recording_that_goes_on_is_told_with_its_cause_also_if_its_text_is_out
                               "goes on to 3.00 s: the rest isn't read"]
 
 
+def test_a_detail_is_one_of_the_reason_for_which_a_row_is_left_out(clips, tmp_path):
+    """Characters outside the alphabet, and audio behind what the header says, are no details of too few words."""
+    data = (clips / "long.wav").read_bytes()
+    (tmp_path / "more.wav").write_bytes(data[:40] + (32_000).to_bytes(4, "little") + data[44:])
+    _, report = prepare(rows(tmp_path, ("more.wav", "naïve"), ("more.wav", "three words here")), RowLimits(min_words=3))
+    assert report.left_out["few words"]["examples"] == ["u0"]
+    assert report.tables[0]["detail"].to_pylist() == [""] and report.outside_alphabet == {"ï": 1}
+
+
 def test_texts_that_are_probably_wrong_are_told_with_a_row(clips):
     source = rows(clips, ("good.wav", "one word"), ("good.wav", "two words"), ("long.wav", "g\u043eod"),
                   ("long.wav", "g\u043eod."), ("gone.wav", "x"))

@@ -147,10 +147,10 @@ def test_memory_is_constant(kind, searches):
 class FewerBlanks(BeamSearch):
     """Takes a penalty from the blank of each frame."""
 
-    def events(self, scores, lengths, near=None):
+    def events(self, scores, lengths, tokens_may_begin=None):
         penalised = scores.copy()
         penalised[..., self.blank_id] -= 3.0
-        return super().events(penalised, lengths, near)
+        return super().events(penalised, lengths, tokens_may_begin)
 
 
 def test_a_class_that_overrides_events_searches_streams_as_it_does_whole_utterances():

@@ -12,9 +12,9 @@ from sbkit.cli import main
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
-from sbkit.runs.evaluation import prepare
 from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.runs.restore import load_run
+from sbkit.runs.scored_corpus import prepare
 from sbkit.score import utterances
 
 pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many

@@ -361,9 +361,9 @@ def described(made):
     best = SimpleNamespace(meta={}, path="CKPT")
     brain.checkpointer = SimpleNamespace(recoverables={})
     with mock.patch.multiple(source.restore, read_run=lambda run: made.recipe, warn_unfinished=lambda recipe: None,
-                             build=lambda *_: brain, take_weights=lambda *_: [best]), \
+                             build=lambda *_, **__: brain, take_weights=lambda *_: [best]), \
             mock.patch.object(source.old_set, "guard", lambda *_: ""), \
-            mock.patch.object(source, "of_brain", lambda brain, run, facts, bundles: facts):
+            mock.patch.object(source, "of_brain", lambda brain, run, facts: facts):
         return source.open_run("run")["experiment"]
 
 

@@ -157,14 +157,14 @@ def test_two_ranks_in_one_command_resume_to_the_bit_after_a_kill(data, torchrun,
 
 def stopped_at_step_3(*words):
     """A run whose rank 0 alone is asked to stop."""
-    begin = Trainer.begin_next_update
+    begin = Trainer.open_next_step
 
     def signalled(trainer):
         if trainer.state.optimizer_step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         begin(trainer)
 
-    Trainer.begin_next_update = signalled
+    Trainer.open_next_step = signalled
     command(str(ROOT), *words)
 
 

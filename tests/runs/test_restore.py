@@ -102,6 +102,18 @@ def test_a_mean_has_the_statistics_of_the_best_checkpoint(moved):
         assert torch.equal(norm.glob_std, torch.full((80,), best))
 
 
+def test_a_brain_that_is_restored_loads_weights_alone_and_leaves_the_recipes_checkpointer_as_it_is(run):
+    recipe = restore.read_run(run)
+    before = dict(recipe.keys.checkpointer.recoverables)
+    brain = restore.build(recipe, "cpu")
+    assert set(brain.checkpointer.recoverables) == {"model", "normalize"}
+    assert set(before) == {"model", "counter"}, "of which the counter is no weight"
+    assert brain.keys.checkpointer is brain.checkpointer and brain.trainer.moving_average is None
+    assert recipe.keys.checkpointer.recoverables == before
+    brain.checkpointer.add_recoverable("notes", {})
+    assert "notes" not in brain.checkpointer.recoverables
+
+
 def test_a_moving_average_is_what_is_loaded_where_the_run_kept_one(moved):
     hparams = restore.read_run(moved).hparams
     hparams["ema"] = EMA(hparams["model"], 0.5)

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import encoders
 import pytest
 import run_folders
 import torch
@@ -11,6 +12,7 @@ from trained_runs import here, metrics
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments
+from sbkit.runs import pretrained
 from sbkit.runs.run_config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,17 @@ def test_an_accumulation_factor_is_refused_with_the_key_to_use(tmp_path):
     with pytest.raises(SbkitError, match=r"--grad_accumulation_factor: it is 2, .*set step_seconds: the audio"):
         config_of(tmp_path, "--grad_accumulation_factor", "2", recipe=ROOT / "hparams" / "ctc.yaml")
     assert config_of(tmp_path, "--grad_accumulation_factor", "1").run_opts.grad_accumulation_factor == 1
+
+
+@pytest.mark.parametrize("kind", ["whisper", "wav2vec2-layer"])
+def test_preparing_asks_a_pretrained_encoder_for_facts_and_checks_its_files_without_its_weights(kind, tmp_path):
+    source = encoders.make(tmp_path / "encoder", kind)
+    config = config_of(tmp_path, "--encoder_source", str(source), recipe=ROOT / "hparams" / "finetune.yaml")
+    keys = config.keys()
+    assert pretrained.fetch(keys.pretrainer) == {"encoder": str(source)}
+    assert {parameter.device.type for parameter in keys.encoder.parameters()} == {"meta"}
+    assert keys.encoder.longest_seconds == (30 if kind == "whisper" else None)
+    assert keys.pretrainer.loadables["encoder"] is keys.encoder
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.data.nonspeech import NonSpeech
 from sbkit.errors import SbkitError
-from sbkit.runs import evaluation
+from sbkit.runs import behaviour, evaluation, scored_corpus
 from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.score.behaviour import silences
 
@@ -33,9 +33,9 @@ def test_noises_of_the_folder_are_tried_if_it_still_has_any(recordings, heard, t
     def transcribe(request, recipe, brain, battery, label):
         rows.extend(SimpleNamespace(id=row.id, hypothesis="words") for row in battery)
 
-    monkeypatch.setattr(evaluation, "transcribe", transcribe)
-    monkeypatch.setattr(evaluation, "silences", lambda rate: silences(rate, 0.5, 1))
-    found = evaluation.try_behaviour(
+    monkeypatch.setattr(behaviour, "transcribe", transcribe)
+    monkeypatch.setattr(behaviour, "silences", lambda rate: silences(rate, 0.5, 1))
+    found = behaviour.try_behaviour(
         EvaluateRequest(tmp_path),
         SimpleNamespace(keys=SimpleNamespace(nonspeech=NonSpeech(folder=str(folder)))),
         SimpleNamespace(transcriber=None, all_rows=lambda: rows),
@@ -57,7 +57,7 @@ def test_a_list_begins_where_that_of_the_run_did_or_where_it_is_told(on, data_ro
         (tmp_path / path).write_text("ID,duration,wav,wrd\na,1.0,$data_root/a.wav,words\n")
     own = Corpus("lists", "en", "own", data_root="clips")
     request = EvaluateRequest(tmp_path / "run", on=on, data_root=data_root)
-    _, corpus = evaluation.prepare(request, own, on)
+    _, corpus = scored_corpus.prepare(request, own, on)
     assert corpus.manifest("test").ids == ["a"]
 
 
@@ -71,8 +71,8 @@ def test_a_split_has_the_names_that_training_takes_and_a_mapping_has_several():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Path, "is_file", lambda path: path.stem in ("train", "dev", "test"))
             anew = SimpleNamespace(**vars(own) | {"manifest_path": lambda _: f"{request['split']} anew"})
-            patch.setattr(evaluation, "prepare", lambda *_: (None, anew))
-            return evaluation.corpus(EvaluateRequest(Path("run"), **request), given)[1]
+            patch.setattr(scored_corpus, "prepare", lambda *_: (None, anew))
+            return scored_corpus.find(EvaluateRequest(Path("run"), **request), given).manifest
 
     assert [str(manifest(split=name)) for name in (None, "valid", "dev", "train", "eval")] == [
         "test.csv", "dev.csv", "dev.csv", "train.csv", "eval anew"]

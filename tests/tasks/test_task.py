@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 from sbkit.compat import loaders
 from sbkit.data.batch import PlannedBatch, dummy_batch
 from sbkit.errors import SbkitError
-from sbkit.runs.evaluation_options import use_chunks, use_recogniser
+from sbkit.recipe.load import Recipe
+from sbkit.runs.evaluation_options import open_recogniser, use_chunks
 from sbkit.tasks.task import Task
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
@@ -230,7 +231,8 @@ def test_ranks_share_an_ordinary_dataset_so_that_no_row_is_counted_twice(monkeyp
 
 @pytest.mark.parametrize(("asked", "told"), [
     (lambda task: use_chunks(task, (320, None)), "doesn't recognise in chunks, so it can't use --chunk"),
-    (lambda task: use_recogniser(task, "bundle", None), "generates no speech, so it can't use --recogniser"),
+    (lambda task: open_recogniser(Recipe({}, SimpleNamespace(brain=Sums), None), None, "bundle"),
+     "generates no speech, so it can't use --recogniser"),
 ])
 def test_a_task_says_what_of_an_evaluation_it_cannot_do(asked, told):
     brain = Sums({"head": torch.nn.Linear(2, 1)}, run_opts={"device": "cpu"})

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from speechbrain.utils.distributed import if_main_process
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ class Encoder(nn.Module):
     """The sample rate of pretraining, for all these families."""
     longest_seconds: float | None = None
     """The longest utterance that it takes; None: any."""
+    has_facts_without_weights: ClassVar[bool] = True
+    """While a corpus is prepared, it is built on the ``meta`` device (see ``sbkit.recipe.on_demand``)."""
 
     def __init__(self, source: str | None, folder: str | Path | None = None, *, init_from: str | Path | None = None,
                  freeze_front: bool = True, layers: int | None = None, dropout: float | None = None,

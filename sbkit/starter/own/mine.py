@@ -80,7 +80,7 @@ class Mine(Task):
     keys: MineKeys
 
     @classmethod
-    def encoder(cls, keys: MineKeys) -> WordNumbers:
+    def tokenizer(cls, keys: MineKeys) -> WordNumbers:
         return WordNumbers(keys.words)
 
     def compute_forward(self, batch: Any, stage: sbkit.Stage) -> Tensor:

@@ -18,12 +18,13 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
 from sbkit.tasks.codec.keys import CodecKeys
 from sbkit.tasks.codec.results import CodecFacts, CodecResults, CodecRow, measures, pesq
-from sbkit.tasks.generation import Fit, SpeechTest, all_fit, drop_other_sounds, stoi
+from sbkit.tasks.generation import Fit, SpeechTest, all_fit, drop_other_sounds, stoi, unpadded
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric, Task
 from sbkit.train.loss import Loss
 
 if TYPE_CHECKING:
+    from sbkit.nn.codec import Discriminators
     from sbkit.tasks.codec.exported import ExportedCodec
 
 
@@ -47,11 +48,12 @@ class Codec(Task):
     parts = ("compute_features", "encoder", "quantiser", "decoder", "head", "spectral_loss", "modules")
     metric = Metric("mel_distance")
     counts_real_rows: ClassVar[bool] = True
+    generates_speech = True
     keys: CodecKeys
+    speech_test: SpeechTest
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.speech_test: SpeechTest = SpeechTest()
         keys, rate = self.keys, self.keys.sample_rate
         self.coder = Coder(keys.compute_features, keys.encoder, keys.quantiser, keys.decoder, keys.head)
         self.mel_distance = MelDistance(rate, round(FRAME * rate), round(HOP * rate), BANDS).to(self.device)
@@ -100,16 +102,32 @@ class Codec(Task):
         spectral = (self.keys.spectral_loss(sound, batch.signals, batch.signal_lengths) * frames).sum()
         inside = lengths_to_mask(frames, outputs.quantised.penalty.shape[1])
         total = spectral + self.keys.quantiser_weight * (outputs.quantised.penalty * inside).sum()
+
         if stage != Stage.TRAIN:
             if batch.weight:
                 self.rows += self._rows(outputs, sound, batch, stage)
             return Loss(total, count)
-        extras, keys, discriminators = {"spectral": (spectral, count)}, self.keys, self.keys.discriminators
-        if not keys.adversarial_from:
+        extras = {"spectral": (spectral, count)}
+        if not self.keys.adversarial_from:
             return Loss(total, count, extras)
+        if self.optimizer_step < self.keys.adversarial_from:
+            return Loss(total + self._discriminators.idle(), count, extras)
+        term, sums = self._adversarial(sound, batch, frames)
+        return Loss(total + term, count, extras | {name: (part, count) for name, part in sums.items()})
+
+    @property
+    def _discriminators(self) -> Discriminators:
+        discriminators = self.keys.discriminators
         assert discriminators is not None, "the keys would clash"
-        if self.optimizer_step < keys.adversarial_from:
-            return Loss(total + discriminators.idle(), count, extras)
+        return discriminators
+
+    def _adversarial(self, sound: Tensor, batch: Batch, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the losses of codec and discriminators against each other, summed over code frames.
+
+        Returns the term of the loss, and its parts by their names in the logs.
+        """
+        keys = self.keys
+        discriminators = self._discriminators
         signals = sound, batch.signals, batch.signal_lengths
         adversarial, feature_distance = discriminators.generator_losses(*signals)
         # Names in the logs of earlier runs.
@@ -117,7 +135,7 @@ class Codec(Task):
                  "mistaken": discriminators.discriminator_loss(*signals)}
         sums = {name: (part * frames).sum() for name, part in parts.items()}
         term = keys.adversarial_weight * sums["noticed"] + keys.feature_weight * sums["apart"] + sums["mistaken"]
-        return Loss(total + term, count, extras | {name: (part, count) for name, part in sums.items()})
+        return term, sums
 
     def graph_key(self) -> bool:
         """Return whether the next step trains the codec against the discriminators."""
@@ -128,17 +146,21 @@ class Codec(Task):
     def _rows(self, outputs: CodecOutput, sound: Tensor, batch: Batch, stage: Stage) -> list[CodecRow]:
         """Make the row of each utterance of a batch."""
         distances = DECIBELS * self.mel_distance(sound, batch.signals, batch.signal_lengths)
-        facts = zip(batch.ids, batch.texts, batch.signal_lengths.tolist(), distances.tolist(), outputs.frames.tolist(),
-                    outputs.quantised.codes.cpu().numpy(), strict=True)
-        rows = [CodecRow(name, text, samples, mel, codes[:frames].astype(np.int32))
-                for name, text, samples, mel, frames, codes in facts]
+        values = zip(batch.ids, batch.texts, batch.signal_lengths.tolist(), distances.tolist(), outputs.frames.tolist(),
+                     outputs.quantised.codes.cpu().numpy(), strict=True)
+        rows = [CodecRow(name, text, samples, distance, codes[:frames].astype(np.int32))
+                for name, text, samples, distance, frames, codes in values]
         if stage != Stage.TEST:
             return rows
-        recordings, decoded = ([wave[:row.samples] for row, wave in zip(rows, waves.cpu().numpy(), strict=True)]
-                               for waves in (batch.signals, sound))
+
+        recordings = unpadded(batch.signals, batch.signal_lengths)
+        decoded = unpadded(sound, batch.signal_lengths)
         rate = self.keys.sample_rate
-        return [row._replace(stoi=stoi(before, after, rate), pesq=pesq(before, after, rate)) for row, before, after in
-                zip(self.speech_test.complete(rows, recordings, decoded), recordings, decoded, strict=True)]
+        measured = []
+        for row, before, after in zip(self.speech_test.complete(rows, recordings, decoded), recordings, decoded,
+                                      strict=True):
+            measured.append(row._replace(stoi=stoi(before, after, rate), pesq=pesq(before, after, rate)))
+        return measured
 
     def stats(self, rows: Sequence[CodecRow]) -> dict[str, float]:
         """Compute the mel distance and the use of the codebooks."""

@@ -54,7 +54,7 @@ def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[Lab
     brain.transcriber.complete(search).load()
 
     loader = EvalLoader(
-        manifest, recipe.task.encoder(keys), columns=BatchColumns(recipe.task.columns, keys),
+        manifest, recipe.task.tokenizer(keys), columns=BatchColumns(recipe.task.columns, keys),
         max_batch_seconds=keys.batching.max_batch_seconds, workers=keys.num_workers, sample_rate=keys.sample_rate)
     scores: list[LabelScore] = []
     with loader, torch.no_grad(), progress(what=run.name, total=len(manifest), unit="row") as bar:

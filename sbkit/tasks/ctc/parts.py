@@ -62,14 +62,18 @@ def has_decoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     if keys.ctc_weight >= 1:
         return True
     key = keys.encoder_key
-    encoder, node = getattr(keys, key), built.nodes[key]
+    encoder = getattr(keys, key)
+    node = built.nodes[key]
     layers = node.value.get("num_decoder_layers") if isinstance(node.value, dict) else None
-    takes = signature(encoder.forward).parameters.values()
-    if not any(each.name == "pad_idx" or each.kind == each.VAR_KEYWORD for each in takes):
-        lacks, hint = f"{key} has none: {type(encoder).__name__} takes no tokens", \
-            "take an encoder with a decoder, such as SpeechBrain's TransformerASR"
+    parameters = signature(encoder.forward).parameters.values()
+    takes_tokens = any(parameter.name == "pad_idx" or parameter.kind == parameter.VAR_KEYWORD
+                       for parameter in parameters)
+    if not takes_tokens:
+        lacks = f"{key} has none: {type(encoder).__name__} takes no tokens"
+        hint = "take an encoder with a decoder, such as SpeechBrain's TransformerASR"
     elif isinstance(encoder, TransformerInterface) and layers is not None and static(layers) == 0:
-        lacks, hint = f"{key}.num_decoder_layers is 0", "give the decoder layers"
+        lacks = f"{key}.num_decoder_layers is 0"
+        hint = "give the decoder layers"
     else:
         return True
     findings.error("forward", built.nodes["ctc_weight"].place, "ctc_weight",
@@ -86,7 +90,8 @@ def has_inner_layers(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     try:
         count = len(stack(encoder)[1])
     except SbkitError as error:
-        problem, hint = f"but {error.message}", "write intermediate_ctc: 0"
+        problem = f"but {error.message}"
+        hint = "write intermediate_ctc: 0"
     else:
         if keys.intermediate_layers or hasattr(encoder, "encode"):
             return True

@@ -21,6 +21,7 @@ import torch
 from hyperpyyaml import load_hyperpyyaml
 from safetensors.torch import save_model
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from speechbrain.processing.features import InputNormalization
 
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError, summary
@@ -98,25 +99,27 @@ def write(folder: Path, run: Path, acoustic_model: AcousticModel, tokenizer: Tok
         built = load_hyperpyyaml(text)
     except Exception as error:
         raise SbkitError(f"SpeechBrain can't build what the recipe describes: {summary(error)}") from error
-    for module, part in zip(built["model"], filter(lambda part: part.learned, parts), strict=True):
-        if part.fixed:
-            norm = part.module
-            spread = (norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)).clamp(min=norm.epsilon)
-            state = {"norm.running_mean": norm.glob_mean, "norm.running_var": spread.square(),
-                     "norm.num_batches_tracked": torch.tensor(0)}
-        else:
-            state = part.module.state_dict()
+    learned = [part for part in parts if part.learned]
+    for module, part in zip(built["model"], learned, strict=True):
+        state = _fixed_state(part.module) if part.fixed else part.module.state_dict()
         own = module.state_dict()
         missing = sorted(set(own) - set(state))
         if missing:
             raise SbkitError(f"{part.key}: the recipe describes weights that were not trained: {missing[0]} (and "
                              f"{len(missing) - 1} more)", hint=f"has the run's {layout.RECIPE} been changed?")
         module.load_state_dict({key: state[key] for key in own})
-    keys = {str(place): part.key for place, part in enumerate(part for part in parts if part.learned)}
+    keys = {str(place): part.key for place, part in enumerate(learned)}
     save_model(built["model"], str(folder / layout.WEIGHTS), metadata={"format": "pt", PARTS: json.dumps(keys)})
     (folder / layout.TOKENIZER).write_bytes(tokenizer.processor.serialized_model_proto())
     disk.link_or_copy(folder / layout.WEIGHTS, folder / "model.ckpt")
     disk.link_or_copy(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")
+
+
+def _fixed_state(norm: InputNormalization) -> dict[str, torch.Tensor]:
+    """Return the state of the batch norm that normalises as the training set's statistics do."""
+    deviation = norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)
+    return {"norm.running_mean": norm.glob_mean, "norm.running_var": deviation.clamp(min=norm.epsilon).square(),
+            "norm.num_batches_tracked": torch.tensor(0)}
 
 
 def _definition(module: Any, node: Node) -> Node:  # of any class
@@ -128,7 +131,10 @@ def _definition(module: Any, node: Node) -> Node:  # of any class
 
 def _recipe(parts: list[Part], acoustic_model: AcousticModel, sample_rate: int, blank_id: int, name: str) -> str:
     """Return the text of hyperparams.yaml: the recipe's own definitions of its layers, in a sequence."""
-    own, extra, row, learned = Node({}, Place(), ""), "", [], []
+    own = Node({}, Place(), "")  # definitions of the run's recipe
+    extra = ""  # others, as text
+    row: list[str] = []  # the keys of the sequence
+    learned: list[str] = []
     for part in parts:
         # SpeechBrain calls the whole sequence `encoder`.
         key = "layers" if part.key == "encoder" else part.key

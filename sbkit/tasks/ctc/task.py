@@ -113,15 +113,12 @@ class CTC(Task):
 
     def compute_forward(self, batch: Batch, stage: Stage) -> Scores:
         """Compute scores [B, T, V] of waveforms [B, S]."""
-        model, training = self.acoustic_model, stage == Stage.TRAIN
-        views = self.views if training else 1
-        feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
+        model = self.acoustic_model
+        trains = stage == Stage.TRAIN
+        views = self.views if trains else 1
+        feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=trains, views=views,
                                             real=batch.real)
-        inner = (self.keys.intermediate_layers or []) if training and self.keys.intermediate_ctc else []
-        if training and self.keys.intermediate_ctc and not inner and hasattr(model.encoder, "encode"):
-            middle = len(stack(model.encoder)[1]) // 2  # layers of a user's encoder may return anything
-            inner = [middle] if middle else []
-        with layer_outputs(model.encoder, inner) as states:
+        with layer_outputs(model.encoder, self._inner_layers() if trains else []) as states:
             if self.joint:
                 tokens = functional.pad(safe_tokens(batch, self.keys), (1, 0), value=self.keys.ends[0])
                 encoded, frames, decoded = model.encode_and_decode(feats, feat_frames, tokens.repeat(views, 1))
@@ -130,46 +127,85 @@ class CTC(Task):
                 context = self.contexts.visible(batch, stage, self.optimizer_step, self.transcriber.test_context)
                 encoded, frames = model.encode(feats, feat_frames, context)
                 attention = None
-        joint_search = stage == Stage.TEST and isinstance(self.transcriber.search, JointSearch)
+
         ctc = model.head(encoded)
-        live = self.transcriber.live_scores(feats, feat_frames, ctc, stage)
-        return Scores(ctc, frames, attention, [model.head(state) for state in states],
-                      encoded if joint_search else None, live)
+        joint_search = stage == Stage.TEST and isinstance(self.transcriber.search, JointSearch)
+        return Scores(
+            ctc, frames, attention,
+            intermediate=[model.head(state) for state in states],
+            encoded=encoded if joint_search else None,
+            live=self.transcriber.live_scores(feats, feat_frames, ctc, stage))
+
+    def _inner_layers(self) -> Sequence[int]:
+        """The encoder's layers that train with a CTC loss of their own."""
+        if not self.keys.intermediate_ctc:
+            return []
+        chosen = self.keys.intermediate_layers or []
+        encoder = self.acoustic_model.encoder
+        if chosen or not hasattr(encoder, "encode"):  # layers of a user's encoder may return anything
+            return chosen
+        middle = len(stack(encoder)[1]) // 2
+        return [middle] if middle else []
 
     def compute_objectives(self, scores: Scores, batch: Batch, stage: Stage) -> Loss:
-        """Compute the loss, summed over the batch, and the number of its tokens; two views count as two batches, and a
-        row without words as one token."""
-        if stage == Stage.TRAIN and self.views > 1:
+        """Compute the loss, summed over the batch, and the number of its tokens; two views count as two batches.
+
+        A row without words counts as one token, so that a step of silence alone has a mean. The loss per token that is
+        compared with chance is of rows with words.
+        """
+        trains = stage == Stage.TRAIN
+        if trains and self.views > 1:
             batch = batch.repeated(self.views)
         ctc = self._ctc(scores.ctc, scores.frames, batch)
-        # A row without words counts as one token, so that a step of silence alone has a mean; the loss per token,
-        # which is compared with chance, is of rows with words.
-        tokens = (batch.token_lengths * ctc.feasible).sum()
         count = (batch.token_lengths.clamp(min=1) * ctc.feasible).sum()
+
         total = ctc.total
         if scores.intermediate:
-            inner = [self._ctc(each, scores.frames, batch).total for each in scores.intermediate]
-            total = torch.lerp(total, torch.stack(inner).mean(), self.keys.intermediate_ctc)
-        if stage == Stage.TRAIN and self.views > 1:
-            log_probs = scores.ctc.log_softmax(-1, dtype=torch.float32)
-            weight, = self._consistency_weight.on(log_probs.device)
-            total = total + weight * consistency(log_probs, scores.frames * ctc.feasible)
-        if scores.attention is not None:  # cross-entropy of the tokens and of the end of sentence
-            share, target = self.keys.ctc_weight, functional.pad(safe_tokens(batch, self.keys), (0, 1))
-            target = target.scatter(1, batch.token_lengths[:, None], self.keys.ends[1])
-            beyond = torch.arange(target.shape[1], device=target.device) > batch.token_lengths[:, None]
-            beyond = beyond | ~ctc.feasible[:, None]  # utterances that aren't in the step's mean
-            attention = functional.cross_entropy(
-                scores.attention.float().flatten(0, 1), target.masked_fill(beyond, -100).flatten(), ignore_index=-100,
-                reduction="sum", label_smoothing=self.keys.label_smoothing)
-            total = share * total + (1 - share) * attention
-        if stage == Stage.TRAIN:
+            total = torch.lerp(total, self._intermediate_loss(scores, batch), self.keys.intermediate_ctc)
+        if trains and self.views > 1:
+            total = total + self._consistency_loss(scores, ctc)
+        if scores.attention is not None:
+            share = self.keys.ctc_weight
+            total = share * total + (1 - share) * self._attention_loss(scores.attention, batch, ctc)
+
+        if trains:
+            tokens = (batch.token_lengths * ctc.feasible).sum()
             spoken = (ctc.losses * (batch.token_lengths > 0)).sum()
             return Loss(total, count, {"ctc": (spoken, tokens)})
-        more = () if scores.encoded is None else (self.next_token(scores),)
-        inputs = self.transcriber.decoding.search_input(scores.ctc)
-        self.rows += self.transcriber.rows(inputs, scores.frames, batch, stage, scores.live, *more)
+        self._add_rows(scores, batch, stage)
         return Loss(total, count)
+
+    def _ctc(self, scores: Tensor, frames: Tensor, batch: Batch) -> CTCLoss:
+        return ctc_loss(
+            scores, batch.tokens, frames, batch.token_lengths, blank=self.keys.blank_index, ids=batch.ids,
+            real=batch.real)
+
+    def _intermediate_loss(self, scores: Scores, batch: Batch) -> Tensor:
+        """The mean of the CTC losses of the encoder's inner layers."""
+        totals = [self._ctc(layer_scores, scores.frames, batch).total for layer_scores in scores.intermediate]
+        return torch.stack(totals).mean()
+
+    def _consistency_loss(self, scores: Scores, ctc: CTCLoss) -> Tensor:
+        """The divergence of the outputs for two views of each utterance, times its weight in this step."""
+        log_probs = scores.ctc.log_softmax(-1, dtype=torch.float32)
+        weight, = self._consistency_weight.on(log_probs.device)
+        return weight * consistency(log_probs, scores.frames * ctc.feasible)
+
+    def _attention_loss(self, attention: Tensor, batch: Batch, ctc: CTCLoss) -> Tensor:
+        """The cross-entropy of the tokens and of the end of sentence, by the decoder's scores [B, U + 1, V]."""
+        target = functional.pad(safe_tokens(batch, self.keys), (0, 1))
+        target = target.scatter(1, batch.token_lengths[:, None], self.keys.ends[1])
+        beyond = torch.arange(target.shape[1], device=target.device) > batch.token_lengths[:, None]
+        beyond = beyond | ~ctc.feasible[:, None]  # utterances that aren't in the step's mean
+        return functional.cross_entropy(
+            attention.float().flatten(0, 1), target.masked_fill(beyond, -100).flatten(), ignore_index=-100,
+            reduction="sum", label_smoothing=self.keys.label_smoothing)
+
+    def _add_rows(self, scores: Scores, batch: Batch, stage: Stage) -> None:
+        """Transcribe a batch of a validation or test."""
+        further = () if scores.encoded is None else (self.next_token(scores),)
+        search_input = self.transcriber.decoding.search_input(scores.ctc)
+        self.rows += self.transcriber.rows(search_input, scores.frames, batch, stage, scores.live, *further)
 
     @property
     def views(self) -> int:
@@ -198,12 +234,6 @@ class CTC(Task):
             return list(encoder.stack if isinstance(encoder, Encoder) else stack(encoder)[1])
         except SbkitError:  # a user's encoder with other names of layers
             return None
-
-    def _ctc(self, scores: Tensor, frames: Tensor, batch: Batch) -> CTCLoss:
-        return ctc_loss(
-            scores, batch.tokens, frames, batch.token_lengths, blank=self.keys.blank_index, ids=batch.ids,
-            real=batch.real
-        )
 
     def graph_key(self) -> tuple[int, int] | None:
         return self.contexts.graph_key(self.optimizer_step)

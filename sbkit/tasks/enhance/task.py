@@ -123,11 +123,12 @@ class Enhancement(Task):
 
     def compute_objectives(self, sound: Tensor, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, a sum over utterances, and their number."""
-        clean, lengths, maximum = batch.columns["clean"].data, batch.signal_lengths, self.keys.max_db
+        clean = batch.columns["clean"].data
         if stage != Stage.TRAIN and batch.weight:
             self.rows += self._rows(sound, clean, batch, stage)
-        by_shape, by_level = (torch.where(batch.real, ratio(sound, clean, lengths, maximum), 0.0).sum()
-                              for ratio in (si_snr, snr))
+        by_shape, by_level = (
+            torch.where(batch.real, ratio(sound, clean, batch.signal_lengths, self.keys.max_db), 0.0).sum()
+            for ratio in (si_snr, snr))
         count = batch.real.sum()
         return Loss(-(by_shape + by_level) / 2, count, {"si_snr": (by_shape, count)})
 

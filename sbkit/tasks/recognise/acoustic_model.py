@@ -66,23 +66,36 @@ class AcousticModel:
         self.compute_features = features
         self.head: Any = head  # None, or what scores states
         self.scores_tokens = scores_tokens
-        self.frontend, self.normalize, self.augment = frontend, normalize, augment
-        self.hop_samples, self.chunks = hop_samples, chunks
-        self.frontend_rule = LengthRule.probe(frontend, n_features) if frontend else LengthRule.identity()
-        encodes = hasattr(encoder, "encode")
-        container = not encodes and recurrent.take_lengths(encoder)
-        self.takes_lengths = not encodes and recurrent.sees_lengths(encoder)
+        self.frontend = frontend
+        self.normalize = normalize
+        self.augment = augment
+        self.hop_samples = hop_samples
+        self.chunks = chunks
         self.features_take_lengths = features is not None and takes_lengths(features)
-        self.encoder_rule: Callable[..., Any] | None = None if encodes else getattr(encoder, "frames", None)
+        self.frontend_rule = LengthRule.probe(frontend, n_features) if frontend else LengthRule.identity()
+        self.encoder_rule: Callable[..., Any] | None = None
+        """Input frames to output frames of the encoder; None: SpeechBrain's transformers keep the number."""
+        self.takes_lengths = False
         self.padding: dict[str, int] = {}
         """What :func:`recurrent.call` appends for an encoder of SpeechBrain's layers."""
-        guard = GUARD_FRAMES if any(isinstance(layer, (nn.Conv1d, nn.Conv2d)) for layer in encoder.modules()) else 0
-        if container and features is not None and self.encoder_rule is None:
+        if not hasattr(encoder, "encode"):
+            self._find_lengths_of(encoder, n_features)
+
+    def _find_lengths_of(self, encoder: nn.Module, n_features: int) -> None:
+        """Find out how an encoder that is no transformer of SpeechBrain's takes lengths, and changes them."""
+        self.takes_lengths = recurrent.sees_lengths(encoder)
+        self.encoder_rule = getattr(encoder, "frames", None)
+        convolves = any(isinstance(layer, (nn.Conv1d, nn.Conv2d)) for layer in encoder.modules())
+        guard = GUARD_FRAMES if convolves else 0
+        takes_features = self.compute_features is not None
+        if recurrent.take_lengths(encoder) and takes_features and self.encoder_rule is None:
             with contextlib.suppress(ValueError):  # layers that don't fit raise an error of their own in the forward
-                self.encoder_rule = rule = LengthRule.probe(encoder, self.frontend_rule.width or n_features)
+                rule = LengthRule.probe(encoder, self.frontend_rule.width or n_features)
+                self.encoder_rule = rule
                 self.padding = {"guard": guard, "factor": rule.factor}
-        elif not encodes and recurrent.by_name(encoder) and recurrent.lengths_name(encoder) == recurrent.MASK:
-            self.encoder_rule, self.padding = LengthRule.identity(), {"guard": guard}
+        elif recurrent.by_name(encoder) and recurrent.lengths_name(encoder) == recurrent.MASK:
+            self.encoder_rule = LengthRule.identity()
+            self.padding = {"guard": guard}
 
     @classmethod
     def of(cls, keys: EncoderKeys, head: nn.Module | None = None, scores_tokens: bool = True) -> AcousticModel:
@@ -142,19 +155,23 @@ class AcousticModel:
         if self.compute_features is None:
             keep = lengths_to_mask(samples, signals.shape[1])
             return signals.masked_fill(~keep, 0.0).repeat(views, 1), samples.repeat(views)
-        given = (signals, samples) if self.features_take_lengths else (signals,)
+        inputs = (signals, samples) if self.features_take_lengths else (signals,)
         with without_tf32():
-            feats = by_rows(self.compute_features, FRAMES_AT_ONCE * self.hop_samples, *given)
+            feats = by_rows(self.compute_features, FRAMES_AT_ONCE * self.hop_samples, *inputs)
         frames = self._feature_frames(samples)
         if self.normalize is not None:
             # Half a frame less, since rounding a relative length times T in fp32 may otherwise add a frame.
             relative = (frames - 0.5) / feats.shape[1]
             counting = getattr(self.normalize, "counting", None) if training and real is not None else None
             feats = self.normalize(feats, relative) if counting is None else counting(feats, relative, real)
-        feats, frames = feats.repeat(views, 1, 1), frames.repeat(views)
+
+        feats = feats.repeat(views, 1, 1)
+        frames = frames.repeat(views)
         if training and self.augment is not None:
-            left_out = real if isinstance(self.augment, SpecAugment) else None
-            feats = self.augment(feats, frames if left_out is None else frames * left_out.repeat(views))
+            frames_to_mask = frames
+            if isinstance(self.augment, SpecAugment) and real is not None:
+                frames_to_mask = frames * real.repeat(views)
+            feats = self.augment(feats, frames_to_mask)
         keep = lengths_to_mask(frames, feats.shape[1])
         return feats.masked_fill(~keep[..., None], 0.0), frames
 
@@ -185,7 +202,8 @@ class AcousticModel:
             encoded = self.encoder.encode(source, frames / source.shape[1])
         else:
             encoded = recurrent.call(self.encoder, source, frames, **self.padding)
-            made, longest = encoded.shape[1], self._after(source.shape[1])
+            made = encoded.shape[1]
+            longest = self._after(source.shape[1])
             if made != longest and self.encoder_rule is None:
                 raise SbkitError(f"{type(self.encoder).__name__} makes {made} frames of {longest}, but has no method "
                                  "frames, so it is unknown how many of them belong to each utterance of a batch",

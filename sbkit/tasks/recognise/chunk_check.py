@@ -42,7 +42,8 @@ def chunks_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     if not fits["compute_features"]:
         _refuse(findings, built.nodes["compute_features"], "", "the features of a frame depend on how loud later audio "
                 "is", "use sbkit.nn.kaldi.FilterBank")
-    fits |= {"normalize": _normalization(keys, built, findings), "frontend": check_front_end(keys, built, findings)}
+    fits["normalize"] = _normalization(keys, built, findings)
+    fits["frontend"] = check_front_end(keys, built, findings)
     model = AcousticModel.of(keys)
     stepless = set(requirements.for_step(model)) if keys.chunks.ahead else set()
     for missing in requirements.for_stream(model):
@@ -59,7 +60,8 @@ def chunks_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
 
 
 def _encoder(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
-    node, encoder = built.nodes[keys.encoder_key], getattr(keys, keys.encoder_key)
+    node = built.nodes[keys.encoder_key]
+    encoder = getattr(keys, keys.encoder_key)
     layers = getattr(encoder, "encoder", None)
     if not isinstance(layers, ConformerEncoder):
         _refuse(findings, node, "encoder_module", "chunks need SpeechBrain's Conformer, but the encoder is a "
@@ -108,14 +110,15 @@ def check_front_end(keys: EncoderKeys, built: Built, findings: Findings) -> bool
     """Check that the front end is causal."""
     if keys.CNN is None:
         return True
-    each, frames = AcousticModel.of(keys).frontend_rule.factor, 8
+    factor = AcousticModel.of(keys).frontend_rule.factor
+    frames = 8  # that are compared
     front = copy.deepcopy(keys.CNN).eval()
     for weights in front.parameters():
         weights.normal_(std=0.1)  # a check leaves them uninitialised
-    feats = torch.randn(1, 2 * frames * each, keys.n_mels)
-    later = feats.clone()
-    later[:, frames * each :] += 1.0
-    if torch.allclose(front(feats)[:, :frames], front(later)[:, :frames], atol=1e-5):
+    feats = torch.randn(1, 2 * frames * factor, keys.n_mels)
+    changed_later = feats.clone()
+    changed_later[:, frames * factor :] += 1.0
+    if torch.allclose(front(feats)[:, :frames], front(changed_later)[:, :frames], atol=1e-5):
         return True
     _refuse(findings, built.nodes["CNN"], "", "its frames depend on features of later frames, which may be in the next "
             "chunk", "use sbkit.nn.causal.CausalFrontEnd")

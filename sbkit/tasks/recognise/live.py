@@ -10,11 +10,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from sbkit.data.batch import Batch
 from sbkit.decode.greedy import align
-from sbkit.decode.spans import Spelling, Word
+from sbkit.decode.spans import Spelling, TokenSpans, Word
 from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
 from sbkit.nn.chunks import ChunkConfig
@@ -34,6 +35,34 @@ class PartialTranscript(NamedTuple):
     text: str
     confidence: float | None
     nbest: Sequence[NBestEntry] = ()  # of a whole utterance: a stream has only one transcript
+
+
+def _greedy_partials(spans: TokenSpans, cuts: Sequence[int], spelling: Spelling) -> list[PartialTranscript]:
+    """The transcripts up to each cut of tokens that were decoded greedily; each is final from its first frame on."""
+    starts = spans.starts.tolist()
+    confidence = float(spans.confidence.mean()) if len(spans) else None
+    texts = [spelling.text(spans.take(slice(bisect_left(starts, cut)))) for cut in cuts]
+    return [PartialTranscript(text, confidence) for text in texts]
+
+
+def _stream_partials(search: TokenSearch, scores: np.ndarray, cuts: Sequence[int],
+                     spelling: Spelling) -> list[PartialTranscript]:
+    """The transcripts up to each cut of a stream's search, which ends with the utterance's last chunk.
+
+    scores : [T, ...] of the utterance
+    """
+    stream = search.stream(spelling)
+    settled: list[Word] = []
+    partials = []
+    for start, end in pairwise([0, *cuts]):
+        results = stream.feed(scores[start:end])
+        if end == cuts[-1]:
+            results.append(stream.finish())
+        settled += [word for result in results for word in result.settled]
+        words = settled + results[-1].partial
+        confidence = sum(word.confidence for word in words) / len(words) if words else None
+        partials.append(PartialTranscript(spelling.join(words), confidence))
+    return partials
 
 
 class LiveTest:
@@ -86,32 +115,13 @@ class LiveTest:
         """
         inputs = self.decoding.search_input(scores)
         if search is None:
-            decoded: list[list[PartialTranscript]] = []
-            for spans, ends in zip(self.decoding.greedy(inputs, frames), cuts, strict=True):
-                # Each token is final from its first frame on.
-                starts = spans.starts.tolist()
-                mean = float(spans.confidence.mean()) if len(spans) else None
-                texts = [spelling.text(spans.take(slice(bisect_left(starts, end)))) for end in ends]
-                decoded.append([PartialTranscript(text, mean) for text in texts])
-            return decoded
+            decoded = self.decoding.greedy(inputs, frames)
+            return [_greedy_partials(spans, ends, spelling) for spans, ends in zip(decoded, cuts, strict=True)]
         if not live:
             return [[PartialTranscript(best[0].text, best[0].confidence, nbest_entries(best))]
                     for best in search.decode(inputs, frames)]
-        transcripts = []
-        for row, ends in zip(inputs.cpu().numpy(), cuts, strict=True):
-            stream = search.stream(spelling)  # which ends with the utterance's last chunk
-            settled: list[Word] = []
-            partials = []
-            for start, end in pairwise([0, *ends]):
-                results = stream.feed(row[start:end])
-                if end == ends[-1]:
-                    results.append(stream.finish())
-                settled += [word for result in results for word in result.settled]
-                words = settled + results[-1].partial
-                confidence = sum(word.confidence for word in words) / len(words) if words else None
-                partials.append(PartialTranscript(spelling.join(words), confidence))
-            transcripts.append(partials)
-        return transcripts
+        rows = inputs.cpu().numpy()
+        return [_stream_partials(search, row, ends, spelling) for row, ends in zip(rows, cuts, strict=True)]
 
     def rows(self, scores: Sequence[DecoderScores], frames: Tensor, batch: Batch,
              search: TokenSearch | None, spelling: Spelling) -> Iterator[TranscribedUtterance]:
@@ -123,23 +133,27 @@ class LiveTest:
         spelling : how the model's tokens are written
         """
         ctc = self.decoding.ctc_scores(scores[-1])
-        ends = [None] * len(batch.ids) if ctc is None else \
-            self._word_ends(ctc.float().log_softmax(-1), frames, batch)
+        word_ends: list[list[float] | None] = [None] * len(batch.ids)
+        if ctc is not None:
+            word_ends = self._word_ends(ctc.float().log_softmax(-1), frames, batch)
         seconds = (batch.signal_lengths / self.keys.sample_rate).tolist()
         live_transcripts: list[list[LiveTranscript]] = [[] for _ in batch.ids]
         finals: list[PartialTranscript] = []
         for chunk, chunk_scores in zip(self.chunk, scores, strict=False):
             config = self.configs[chunk]
-            cuts, ahead = [[count] for count in frames.tolist()], 0  # the number of final frames after each chunk
+            ahead = 0 if config is None else config.ahead
+            # The number of final frames after each chunk.
+            cuts = [[count] for count in frames.tolist()]
             if config is not None:
-                ahead, shift = config.ahead, config.chunk_size - config.ahead
+                shift = config.chunk_size - ahead
                 cuts = [[*range(shift, count - ahead, shift), count] for count in frames.tolist()]
             partials = self.partials(chunk_scores, frames, cuts, search, spelling, config is not None)
             for i, transcripts in enumerate(partials):
                 times = [min((cut + ahead) * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
                 texts = [one.text for one in transcripts]
-                live_transcripts[i].append(live_transcript(texts, times, batch.texts[i].split(), ends[i]))
-            finals = finals or [transcripts[-1] for transcripts in partials]
+                live_transcripts[i].append(live_transcript(texts, times, batch.texts[i].split(), word_ends[i]))
+            if not finals:
+                finals = [transcripts[-1] for transcripts in partials]
         for name, reference, final, live in zip(batch.ids, batch.texts, finals, live_transcripts, strict=True):
             yield TranscribedUtterance(name, reference, final.text, final.confidence, final.nbest, tuple(live))
 

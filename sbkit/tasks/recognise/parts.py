@@ -40,7 +40,8 @@ def _rates_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
             rate = getattr(module, "sample_rate", keys.sample_rate)
             if rate == keys.sample_rate:
                 continue
-            node, read = built.nodes[key], f"but recordings are read at {keys.sample_rate} (sample_rate)"
+            node = built.nodes[key]
+            read = f"but recordings are read at {keys.sample_rate} (sample_rate)"
             if "sample_rate" in signature(type(part)).parameters:
                 findings.error("sample-rate", node.place_of("sample_rate"), node.key_of("sample_rate"),
                                f"it is {rate}, {read}", "write `sample_rate: !ref <sample_rate>`")
@@ -65,8 +66,9 @@ def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     frames, width = shape[1:]
     hop = round(keys.sample_rate * keys.hop_length / 1000)
     # By the layer's own rule, unless that isn't one for every hop.
-    few, more = (feature_frames(features, samples + hop * each, hop) for each in (0, 100))
-    expected = few if more - few == 100 else samples // hop + 1
+    by_rule = feature_frames(features, samples, hop)
+    of_longer = feature_frames(features, samples + 100 * hop, hop)
+    expected = by_rule if of_longer - by_rule == 100 else samples // hop + 1
     wrong = {}
     if frames != expected:
         wrong["hop_length"] = f"{frames} frames of {SECONDS:g} s, but a hop_length of {keys.hop_length:g} ms gives " \
@@ -78,11 +80,11 @@ def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     own = getattr(getattr(features, "compute_fbanks", None), "n_mels", 40)
     for key, message in wrong.items():
         place, name = (built.nodes[key].place, key) if key in built.nodes else (node.place, node.key)
-        findings.error("shape-mismatch", place, name, f"compute_features makes {message}",
-                       f"write n_mels: {width}, which the model gets, at the top of the recipe, and n_mels: {own} "
-                       "under compute_features"
-                       if key == "n_mels" and composed else
-                       f"write {key} at the top of the recipe, and `{key}: !ref <{key}>` under compute_features")
+        hint = f"write {key} at the top of the recipe, and `{key}: !ref <{key}>` under compute_features"
+        if key == "n_mels" and composed:
+            hint = (f"write n_mels: {width}, which the model gets, at the top of the recipe, and n_mels: {own} "
+                    "under compute_features")
+        findings.error("shape-mismatch", place, name, f"compute_features makes {message}", hint)
     return not wrong
 
 

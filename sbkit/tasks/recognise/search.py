@@ -28,7 +28,8 @@ from sbkit.train.distributed import ranks
 logger = logging.getLogger(__name__)
 
 TUNING_UTTERANCES = 2000
-LM_WEIGHTS, WORD_SCORES = (0.0, 0.3, 0.6, 1.0, 1.5), (-1.0, 0.5, 2.0, 3.5)
+LM_WEIGHTS = (0.0, 0.3, 0.6, 1.0, 1.5)
+WORD_SCORES = (-1.0, 0.5, 2.0, 3.5)
 FINER = (0.15, 0.75)  # steps from the best pair so far to its neighbours
 ROUNDS = 4  # rounds of such steps at most; fewer if none is better
 
@@ -42,7 +43,10 @@ class Recorder:
 
     def __init__(self, search: TokenSearch, greedy: Callable[[Tensor, Tensor], Iterable[TokenSpans]],
                  text: Callable[[TokenSpans], str]):
-        self.search, self.tokenizer, self._greedy, self._text = search, search.tokenizer, greedy, text
+        self.search = search
+        self.tokenizer = search.tokenizer
+        self._greedy = greedy
+        self._text = text
         self.batches: list[Any] = []  # inputs of the search
 
     def __len__(self) -> int:
@@ -68,7 +72,8 @@ def best_weights(recorder: Recorder, rows: Sequence[Any]) -> tuple[FusionWeights
 
     rows : the task's rows for the recorder's transcripts on this rank, in the same order
     """
-    search, batch = recorder.search, recorder.search.join(recorder.batches)
+    search = recorder.search
+    batch = search.join(recorder.batches)
     scored = [i for i, row in enumerate(rows) if row.reference.split()]
     references = [rows[i].reference.split() for i in scored]
     total = sum(ranks.gather_objects(sum(map(len, references))))
@@ -85,16 +90,18 @@ def best_weights(recorder: Recorder, rows: Sequence[Any]) -> tuple[FusionWeights
         for lm, word in pairs:
             if lm >= 0 and (lm, word) not in tried:
                 weights = dataclasses.replace(search.weights, lm=lm, word=word)
-                tried[lm, word] = rate([several[0].text.split() for several in search.search(batch, weights)])
+                transcripts = [nbest[0].text.split() for nbest in search.search(batch, weights)]
+                tried[lm, word] = rate(transcripts)
                 logger.info("lm weight %.2f, word score %.2f: WER %.2f %% on dev", lm, word, tried[lm, word])
         return min(tried, key=lambda pair: (tried[pair], pair))
 
     best = attempt(itertools.product(LM_WEIGHTS, WORD_SCORES))
     for _ in range(ROUNDS):
-        lms, words = ([round(at + step * size, 4) for step in (-1, 0, 1)]
-                      for at, size in zip(best, FINER, strict=True))
-        before, best = best, attempt(itertools.product(lms, words))
-        if best == before:
+        lm_weights, word_scores = ([round(value + step * size, 4) for step in (-1, 0, 1)]
+                                   for value, size in zip(best, FINER, strict=True))
+        best_before = best
+        best = attempt(itertools.product(lm_weights, word_scores))
+        if best == best_before:
             break
     weights = dataclasses.replace(search.weights, lm=best[0], word=best[1])
     return weights, tried[best], rate([row.hypothesis.split() for row in rows])

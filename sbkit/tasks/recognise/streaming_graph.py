@@ -52,7 +52,8 @@ class StreamingGraph(nn.Module):
     def __init__(self, acoustic_model: AcousticModel):
         super().__init__()
         requirements.check(requirements.for_stream(acoustic_model))
-        bank, chunks = acoustic_model.compute_features, acoustic_model.chunks
+        bank = acoustic_model.compute_features
+        chunks = acoustic_model.chunks
         assert isinstance(bank, FilterBank) and chunks is not None, "others are refused"
         self.bank = copy.deepcopy(bank).eval()
         self.step = copy.deepcopy(StreamingEncoder(acoustic_model)).eval()
@@ -77,7 +78,8 @@ class StreamingGraph(nn.Module):
 
     def described(self) -> Streaming:
         """Return its description for config.json, without its files."""
-        bank, state = self.bank, self.step.state(1)
+        bank = self.bank
+        state = self.step.state(1)
         before = -bank.first
         after = 0 if bank.snip_edges else bank.size - bank.hop + bank.hop // 2 - before
         return Streaming(
@@ -105,7 +107,8 @@ class Streams(Companion):
     inputs = INPUTS
 
     def __init__(self, acoustic_model: AcousticModel, scores: str, compare: Compare | None = None):
-        self.acoustic_model, self.compare = acoustic_model, compare
+        self.acoustic_model = acoustic_model
+        self.compare = compare
         self.outputs = outputs(scores)
         self.graph = StreamingGraph(acoustic_model)
 
@@ -126,14 +129,19 @@ class Streams(Companion):
         chunks = self.acoustic_model.chunks
         assert chunks is not None and self.compare is not None, "others are refused"
         check_steps(self.acoustic_model, torch.from_numpy(clips.alone[-1].signal))
-        return {f"{1000 * size * config.frame_seconds:g} ms": self.compare(
-            clips, config, folder, Reference(reference(self.acoustic_model, chunks=chunks.config(size))))
-            for size in self.graph.chunks}
+        comparisons = {}
+        for size in self.graph.chunks:
+            in_chunks = Reference(reference(self.acoustic_model, chunks=chunks.config(size)))
+            comparisons[_milliseconds(size, config)] = self.compare(clips, config, folder, in_chunks)
+        return comparisons
 
     def runners(self, name: str, path: Path, config: Config) -> Mapping[str, Runner]:
         call = open_runner(name, path)
-        return {f"{1000 * size * config.frame_seconds:g} ms": functools.partial(run, call, config, size)
-                for size in self.graph.chunks}
+        return {_milliseconds(size, config): functools.partial(run, call, config, size) for size in self.graph.chunks}
+
+
+def _milliseconds(chunk: int, config: Config) -> str:
+    return f"{1000 * chunk * config.frame_seconds:g} ms"
 
 
 @torch.no_grad()

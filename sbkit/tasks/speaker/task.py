@@ -33,6 +33,7 @@ from sbkit.train.loss import Loss
 if TYPE_CHECKING:
     from sbkit.export.exported import Exported
 
+logger = logging.getLogger(__name__)
 
 #: Trials of each kind in the table of the worst.
 WORST = 6
@@ -150,9 +151,6 @@ class VerificationResults(Results):
         return "same speaker, rejected" if self.scored.trials.same[trial] else "different speakers, accepted"
 
 
-logger = logging.getLogger(__name__)
-
-
 class Embedder(nn.Module):
     """Waveforms [B, S] and sample counts [B] to embeddings of length 1, [B, D]."""
 
@@ -232,7 +230,8 @@ class Verification(Task):
 
     def compute_objectives(self, outputs: tuple[Tensor, Tensor], batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, a sum over recordings of known speakers, and their number."""
-        (embeddings, cosines), speakers = outputs, batch.labels["speaker"]
+        embeddings, cosines = outputs
+        speakers = batch.labels["speaker"]
         if stage != Stage.TRAIN and batch.weight:
             self.rows += map(SpeakerRow, batch.ids, batch.columns["speaker"], embeddings.float().cpu().numpy())
         known = speakers >= 0
@@ -254,10 +253,12 @@ class Verification(Task):
 
     def estimate(self, rows: Sequence[SpeakerRow]) -> MetricEstimate | None:
         """Estimate the uncertainty of the equal error rate, by a bootstrap over recordings."""
-        whole, place = scored(rows, self.keys.trials), {row.id: number for number, row in enumerate(rows)}
+        trials = scored(rows, self.keys.trials)
+        place = {row.id: number for number, row in enumerate(rows)}
 
         def resampled(sample: Sequence[SpeakerRow]) -> dict[str, float]:
-            return whole.resampled(np.bincount([place[row.id] for row in sample], minlength=len(rows))).stats
+            times = np.bincount([place[row.id] for row in sample], minlength=len(rows))
+            return trials.resampled(times).stats
 
         return estimate(self.metric, rows, resampled)
 

@@ -97,7 +97,8 @@ class Transducer(Task):
 
     def compute_forward(self, batch: Batch, stage: Stage) -> TransducerScores:
         """Compute scores [B, T, U + 1, V] of waveforms [B, S] and the tokens of their texts [B, U]."""
-        model, head = self.acoustic_model, self.keys.transducer
+        model = self.acoustic_model
+        head = self.keys.transducer
         feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN,
                                             real=batch.real)
         context = self.contexts.visible(batch, stage, self.optimizer_step, self.transcriber.test_context)
@@ -114,7 +115,8 @@ class Transducer(Task):
                                  self.keys.blank_index, batch.ids)
         total = torch.where(batch.real, losses, 0.0).sum()
         # As for CTC, a row without words counts as one token.
-        count, extras = (batch.token_lengths.clamp(min=1) * batch.real).sum(), None
+        count = (batch.token_lengths.clamp(min=1) * batch.real).sum()
+        extras = None
         if scores.ctc is not None:
             ctc = ctc_loss(scores.ctc, batch.tokens, scores.frames, batch.token_lengths, self.keys.blank_index,
                            ids=batch.ids, real=batch.real)
@@ -138,11 +140,13 @@ class Transducer(Task):
 
 def _head_fits(keys: TransducerKeys, built: Built, findings: Findings) -> bool:
     """Check that the joint network has the recipe's vocabulary and blank."""
-    node, fits = built.nodes["transducer"], True
+    node = built.nodes["transducer"]
+    fits = True
     for name, key in (("vocabulary", "output_neurons"), ("blank", "blank_index")):
-        mine, theirs = getattr(keys.transducer, name), getattr(keys, key)
-        if mine != theirs:
-            findings.error("vocabulary", node.place_of(name), node.key_of(name), f"it is {mine}, but {key} is {theirs}",
-                           f"write `{name}: !ref <{key}>`")
+        of_head = getattr(keys.transducer, name)
+        of_recipe = getattr(keys, key)
+        if of_head != of_recipe:
+            findings.error("vocabulary", node.place_of(name), node.key_of(name),
+                           f"it is {of_head}, but {key} is {of_recipe}", f"write `{name}: !ref <{key}>`")
             fits = False
     return fits

@@ -144,25 +144,10 @@ def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> 
     assert keys.codec is not None and keys.recogniser is not None, "they would be absent"
     codec, aligner = bundles.codec(keys.codec), bundles.aligner(keys.recogniser)
     try:
-        digests = {}
-        for split, manifest in manifests.items():
-            digests[split] = manifest.digest()
-            if keys.symbols.spelling is not None:
-                keys.symbols.look_up(manifest.texts)  # another release of espeak-ng may pronounce a word otherwise
-                spelled = hashlib.sha256(digests[split].encode())
-                for text in manifest.texts:
-                    spelled.update(str(keys.symbols.encode(text)).encode())
-                digests[split] = spelled.hexdigest()
         facts = {"codec": codec.books.codec, "books": codec.books.to_dict(), "recogniser": aligner.fingerprint,
-                 "manifests": digests}
-        trained_on = pinned_facts(keys) or label_facts(keys)
-        if not initial.fresh(keys) and trained_on is not None \
-                and {name: trained_on.get(name) for name in facts} != facts:
-            raise SbkitError(f"the labels in {keys.labels}, on which the checkpoints depend, are of another codec, "
-                             "recogniser or corpus",
-                             hint="start in a new output_folder, or restore codec, recogniser and corpus")
-        before = label_facts(keys)
-        if before is not None and {name: before.get(name) for name in facts} == facts:
+                 "manifests": {split: _digest(manifest, keys.symbols) for split, manifest in manifests.items()}}
+        _refuse_others(keys, facts)
+        if _match(label_facts(keys), facts):
             logger.info("labels: those in %s are up to date", keys.labels)
         else:
             with disk.disk_errors_as_user_error(keys.labels):
@@ -175,6 +160,32 @@ def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> 
     finally:
         codec.close()
         aligner.close()
+
+
+def _digest(manifest: Manifest, symbols: Symbols) -> str:
+    """Return a hash of what is labelled: a manifest, and how its texts are spelled in symbols."""
+    if symbols.spelling is None:
+        return manifest.digest()
+    symbols.look_up(manifest.texts)  # another release of espeak-ng may pronounce a word otherwise
+    spelled = hashlib.sha256(manifest.digest().encode())
+    for text in manifest.texts:
+        spelled.update(str(symbols.encode(text)).encode())
+    return spelled.hexdigest()
+
+
+def _match(stored: Mapping[str, Any] | None, facts: Mapping[str, Any]) -> bool:
+    """Whether stored labels were made from what these facts say."""
+    return stored is not None and {name: stored.get(name) for name in facts} == facts
+
+
+def _refuse_others(keys: TTSKeys, facts: Mapping[str, Any]) -> None:
+    """Refuse to label anew what the checkpoints of this run depend on."""
+    trained_on = pinned_facts(keys) or label_facts(keys)
+    if initial.fresh(keys) or trained_on is None or _match(trained_on, facts):
+        return
+    raise SbkitError(f"the labels in {keys.labels}, on which the checkpoints depend, are of another codec, "
+                     "recogniser or corpus",
+                     hint="start in a new output_folder, or restore codec, recogniser and corpus")
 
 
 def _label(folder: Path, manifest: Manifest, keys: TTSKeys, codec: CodecBundle, aligner: AlignerBundle,

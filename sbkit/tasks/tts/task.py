@@ -24,7 +24,7 @@ from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 from sbkit.runs.keys import Bundles
-from sbkit.tasks.generation import Fit, SpeechTest, all_fit, drop_other_sounds
+from sbkit.tasks.generation import Fit, SpeechTest, all_fit, drop_other_sounds, unpadded
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric, Task
 from sbkit.tasks.tts import labels
@@ -68,11 +68,12 @@ class TTS(Task):
     parts = ("text_encoder", "durations", "frame_decoder", "code_head", "quantiser", "decoder", "head", "modules")
     metric = Metric("loss")
     sized_by_corpus = ("n_symbols", "n_speakers")
+    generates_speech = True
     keys: TTSKeys
+    speech_test: SpeechTest
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.speech_test: SpeechTest = SpeechTest()
         keys = self.keys
         self.voice = VoiceModel(keys.text_encoder, keys.durations, keys.frame_decoder, keys.code_head, keys.quantiser,
                                 keys.decoder, keys.head)
@@ -100,11 +101,12 @@ class TTS(Task):
         labels.make(keys, manifests, bundles)
 
     @classmethod
-    def encoder(cls, keys: TTSKeys) -> Symbols:
+    def tokenizer(cls, keys: TTSKeys) -> Symbols:
         """Return the symbols; raises unless the text encoder has a row for each of them, and for each speaker."""
-        symbols, rows = keys.symbols.load(), keys.text_encoder
-        for name, known, size in (("symbols", len(symbols), rows.symbols),
-                                  ("speakers", len(keys.speakers.names), rows.speakers)):
+        symbols = keys.symbols.load()
+        tables = keys.text_encoder
+        for name, known, size in (("symbols", len(symbols), tables.symbols),
+                                  ("speakers", len(keys.speakers.names), tables.speakers)):
             if known > size:
                 raise SbkitError(f"text_encoder has {size} {name}, but the corpus has {known}",
                                  hint=f"write {name}: !ref <n_{name}> under text_encoder")
@@ -160,23 +162,13 @@ class TTS(Task):
     def compute_forward(self, batch: Batch, stage: Stage) -> VoiceOutput:
         """Compute frame states from texts with the recordings' durations; in a test, also synthesise the texts."""
         text, lengths = batch.tokens, batch.token_lengths
-        found: list[Label | None] = []
-        for each in zip(batch.ids, batch.texts, strict=True):
-            several = (self.labels.get(split, *each) for split in _SPLITS[stage])
-            found.append(next((label for label in several if label is not None), None))
-        speakers = self.keys.speakers
-        nameless = [] if self._warned or not speakers.several or len(speakers.names) < 2 else [
-            name for name, words, label in zip(batch.ids, batch.texts, found, strict=True) if words and label is None]
-        if nameless:
-            self._warned = True
-            logger.warning("%s has no labels, so its speaker is unknown: it and others like it get the first voice, %s",
-                           nameless[0], speakers.names[0])
-        numbers = [0 if label is None else speakers.number(label.speaker) for label in found]
-        speaker = torch.tensor(numbers).to(batch.tokens.device, non_blocking=True)
+        labels_of_rows = self._labels_of(batch, stage)
+        speaker = self._speakers_of(batch, labels_of_rows)
         frames = batch.signals.shape[1] // self.voice.stride + 1
-        targets = labels.targets(found, batch.tokens.shape[1], frames, self.keys.quantiser, batch.tokens.device)
+        targets = labels.targets(labels_of_rows, text.shape[1], frames, self.keys.quantiser, text.device)
         if not any(batch.texts):  # dummy batches get made-up labels
             targets = targets._replace(known=torch.ones_like(targets.known))
+
         states, durations = self.voice.teacher_forced(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
         if stage != Stage.TEST:
             return VoiceOutput(states, durations, targets)
@@ -184,39 +176,69 @@ class TTS(Task):
             sound, samples, _ = self.voice(text, lengths, speaker, torch.ones(len(text), device=text.device))
         return VoiceOutput(states, durations, targets, sound, samples)
 
+    def _labels_of(self, batch: Batch, stage: Stage) -> list[Label | None]:
+        """Look up the labels of each utterance of a batch, in the splits that the stage may read; None if it has none.
+        """
+        found: list[Label | None] = []
+        for name, words in zip(batch.ids, batch.texts, strict=True):
+            in_splits = (self.labels.get(split, name, words) for split in _SPLITS[stage])
+            found.append(next((label for label in in_splits if label is not None), None))
+        return found
+
+    def _speakers_of(self, batch: Batch, labels_of_rows: Sequence[Label | None]) -> Tensor:
+        """Return the number [B] of each utterance's speaker; the first one's, with a warning, if it is unknown."""
+        speakers = self.keys.speakers
+        if not self._warned and speakers.several and len(speakers.names) > 1:
+            nameless = [name for name, words, label in zip(batch.ids, batch.texts, labels_of_rows, strict=True)
+                        if words and label is None]
+            if nameless:
+                self._warned = True
+                logger.warning("%s has no labels, so its speaker is unknown: it and others like it get the first "
+                               "voice, %s", nameless[0], speakers.names[0])
+        numbers = [0 if label is None else speakers.number(label.speaker) for label in labels_of_rows]
+        return torch.tensor(numbers).to(batch.tokens.device, non_blocking=True)
+
     def compute_objectives(self, outputs: VoiceOutput, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, a sum over frames, and their number."""
         targets = outputs.targets
-        cross, right = self.keys.code_head.loss(outputs.states, targets.chosen)
-        known = targets.known[:, None] * lengths_to_mask(targets.frames.sum(1), cross.shape[1])
-        codes, count = (cross * known).sum(), known.sum()
-        lengths = (batch.token_lengths + 2) * targets.known
-        durations, symbols = voice.duration_loss(outputs.durations, targets.frames, lengths).sum(), lengths.sum()
+        cross_entropy, right_choices = self.keys.code_head.loss(outputs.states, targets.chosen)  # [B, T]
+        known = targets.known[:, None] * lengths_to_mask(targets.frames.sum(1), cross_entropy.shape[1])
+        codes = (cross_entropy * known).sum()
+        count = known.sum()
+
+        symbol_counts = (batch.token_lengths + 2) * targets.known  # with those at the begin and the end
+        symbols = symbol_counts.sum()
+        durations = voice.duration_loss(outputs.durations, targets.frames, symbol_counts).sum()
         total = codes + self.keys.duration_weight * durations
         if stage != Stage.TRAIN and batch.weight:
-            self.rows += self._rows(outputs, batch, (right * known).sum(1), lengths, stage)
+            self.rows += self._rows(outputs, batch, (right_choices * known).sum(1), symbol_counts, stage)
         return Loss(total, count, {"codes": (codes, count), "durations": (durations, symbols)})
 
-    # ------------------------------------------------------------ validation and test
-
-    def _rows(self, outputs: VoiceOutput, batch: Batch, right: Tensor, lengths: Tensor,
+    def _rows(self, outputs: VoiceOutput, batch: Batch, right: Tensor, symbol_counts: Tensor,
               stage: Stage) -> list[SpokenRow]:
-        """Make the row of each utterance of a batch."""
-        rate, targets = self.keys.sample_rate, outputs.targets
-        errors = (outputs.durations.clamp(0, voice.MAX_LOG_FRAMES).exp() - 1 - targets.frames).abs()
-        errors = (errors * lengths_to_mask(lengths, errors.shape[1])).sum(1) / lengths.clamp(min=1)
+        """Make the row of each utterance of a batch.
+
+        right : [B] the share of right choices, a sum over frames
+        symbol_counts : [B], 0 for an utterance without labels
+        """
+        rate = self.keys.sample_rate
+        targets = outputs.targets
+        predicted_frames = outputs.durations.clamp(0, voice.MAX_LOG_FRAMES).exp() - 1
+        errors = (predicted_frames - targets.frames).abs()
+        inside = lengths_to_mask(symbol_counts, errors.shape[1])
+        mean_errors = (errors * inside).sum(1) / symbol_counts.clamp(min=1)
+        error_seconds = mean_errors * self.voice.stride / rate
         frames = targets.frames.sum(1) * targets.known
-        rows = [SpokenRow(*each) for each in zip(
-            batch.ids, batch.texts, frames.tolist(), right.tolist(), (errors * self.voice.stride / rate).tolist(),
-            strict=True)]
+        rows = [SpokenRow(*values) for values in zip(
+            batch.ids, batch.texts, frames.tolist(), right.tolist(), error_seconds.tolist(), strict=True)]
         if stage != Stage.TEST:
             return rows
+
         assert outputs.sound is not None and outputs.samples is not None, "a test speaks"
-        recordings, spoken = (
-            [wave[:size] for wave, size in zip(waves.cpu().numpy(), sizes.tolist(), strict=True)]
-            for waves, sizes in ((batch.signals, batch.signal_lengths), (outputs.sound, outputs.samples)))
-        return [row._replace(spoken=len(sound) / rate) for row, sound in
-                zip(self.speech_test.complete(rows, recordings, spoken), spoken, strict=True)]
+        recordings = unpadded(batch.signals, batch.signal_lengths)
+        spoken = unpadded(outputs.sound, outputs.samples)
+        heard_rows = self.speech_test.complete(rows, recordings, spoken)
+        return [row._replace(spoken=len(sound) / rate) for row, sound in zip(heard_rows, spoken, strict=True)]
 
     def stats(self, rows: Sequence[SpokenRow]) -> dict[str, float]:
         """Compute the share of right choices, and the error of durations."""

@@ -45,7 +45,9 @@ class Run(NamedTuple):
 class Logger(ABC):
     """Sends numbers to one tool, which is opened with the first number. An error there never ends a run.
 
-    A logger that fails is not used for the rest of the run, with a warning: metrics.jsonl has the same numbers.
+    A class of your own has ``_log``, and if it keeps something open or has to know where a resumed run continues,
+    ``_begin`` and ``_close``. A logger that fails is not used for the rest of the run, with a warning: metrics.jsonl
+    has the same numbers.
     """
 
     module: ClassVar[str | None] = None
@@ -56,12 +58,13 @@ class Logger(ABC):
     def __init__(self, name: str, run: Run):
         self.name, self.run = name, run
         self._open: Any = None  # the tool's own object for a run
+        self._begun = False
         self._failed = False
         self._module: Any = self.module and importlib.import_module(self.module)  # without types
 
     def log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         """Send numbers of a step, at ``seconds`` since 1970."""
-        self._try(self._log, values, step, seconds)
+        self._try(self._send, values, step, seconds)
 
     def flush(self) -> None:
         """Send buffered numbers."""
@@ -73,6 +76,12 @@ class Logger(ABC):
         if self._open is not None:
             self._try(self._close)
             self._open = None
+
+    def _send(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        if not self._begun:
+            self._begin(step)
+            self._begun = True
+        self._log(values, step, seconds)
 
     def _try(self, call: Callable[..., None], *args: object) -> None:
         if self._failed:
@@ -91,9 +100,16 @@ class Logger(ABC):
         logger.warning("loggers: %s failed, so the run continues without it: %s. metrics.jsonl has all values",
                        self.name, why)
 
+    def _begin(self, step: int) -> None:  # noqa: B027 (some need nothing)
+        """Open the tool's run, before the first numbers are sent; keep what has to be closed as ``_open``.
+
+        step : that of the first numbers. A run that is resumed continues from its checkpoint: an earlier start may
+            have sent numbers of this step and of later ones, which are sent again
+        """
+
     @abstractmethod
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
-        """Send them, to a run that is begun with the first."""
+        """Send the numbers of a step."""
 
     def _close(self) -> None:  # noqa: B027 (most have nothing to end)
         """End what ``_open`` holds; called if it holds something."""
@@ -106,9 +122,11 @@ class TensorBoard(Logger):
     buffers = True
     _warned = False
 
+    def _begin(self, step: int) -> None:
+        # purge_step hides points that a resumed run writes again.
+        self._open = self._module.SummaryWriter(str(self.run.folder / TENSORBOARD), purge_step=step or None)
+
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
-        if self._open is None:  # purge_step hides points that a resumed run writes again
-            self._open = self._module.SummaryWriter(str(self.run.folder / TENSORBOARD), purge_step=step or None)
         for name, value in values.items():
             self._open.add_scalar(name, value, step, walltime=seconds)
 
@@ -117,6 +135,7 @@ class TensorBoard(Logger):
             logger.warning("%s. Some points are missing in TensorBoard", why)
         self._warned = True
         self._open = None
+        self._begun = False
 
     def _close(self) -> None:
         self._open.close()
@@ -127,12 +146,13 @@ class Trackio(Logger):
 
     module = "trackio"
 
+    def _begin(self, step: int) -> None:
+        self._open = self._run_of_tool(embed=False)
+
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
-        if self._open is None:
-            self._open = self._begin(embed=False)
         self._open.log(dict(values), step=step)
 
-    def _begin(self, **options: object) -> Any:  # the tool's own object
+    def _run_of_tool(self, **options: object) -> Any:  # the tool's own object
         return self._module.init(project=self.run.project, name=f"{self.run.folder.name}-{self.run.identity()}",
                                  config=dict(self.run.values), resume="allow", **options)
 
@@ -145,11 +165,13 @@ class WandB(Trackio):
 
     module = "wandb"
 
+    def _begin(self, step: int) -> None:
+        self._open = self._run_of_tool(
+            id=self.run.identity(), dir=str(self.run.folder), settings={"init_timeout": 30})
+        # Its own count of steps may only grow, and a resumed run goes back to its checkpoint.
+        self._open.define_metric("*", step_metric="step")
+
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
-        if self._open is None:
-            self._open = self._begin(id=self.run.identity(), dir=str(self.run.folder), settings={"init_timeout": 30})
-            # Its own count of steps may only grow, and a resumed run goes back to its checkpoint.
-            self._open.define_metric("*", step_metric="step")
         self._open.log({**values, "step": step})
 
 
@@ -165,13 +187,11 @@ class MLflow(Logger):
         super().__init__(name, run)
 
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
-        if self._open is None:
-            self._open = self._begin()
         metric = self._module.entities.Metric
         self._open.log_batch(self._id, [metric(name, value, int(1000 * seconds), step)
                                         for name, value in values.items()])
 
-    def _begin(self) -> Any:  # its client
+    def _begin(self, step: int) -> None:
         client = self._module.MlflowClient()
         name = self.run.identity()
         existing = client.get_experiment_by_name(self.run.project)
@@ -186,7 +206,7 @@ class MLflow(Logger):
         if not earlier_runs or not earlier_runs[0].data.params:
             param = self._module.entities.Param
             client.log_batch(self._id, params=[param(key, str(value)) for key, value in self.run.values.items()])
-        return client
+        self._open = client
 
     def _close(self) -> None:
         self._open.set_terminated(self._id)

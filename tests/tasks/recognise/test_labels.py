@@ -41,7 +41,7 @@ def manifest(texts, seconds):
 
 
 def test_utterances_are_named_by_what_is_wrong_with_them():
-    checked, outside, short, empty = labels.count_problems(
+    checked, outside, short, empty = labels.find_problems(
         manifest(["ab", "?", "aab", "a!", "ah", "abc", ""], 0.03), Spelling(), Even(), 8, 16_000)
     assert checked == 7
     assert outside == ["u3", "u4"]  # a blank, and an id beyond 7
@@ -52,7 +52,7 @@ def test_utterances_are_named_by_what_is_wrong_with_them():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text("abc", min_size=0, max_size=9), min_size=1, max_size=8), st.integers(1, 12))
 def test_frames_are_counted_as_the_loss_counts_them(texts, frames):
-    _, _, short, _ = labels.count_problems(manifest(texts, frames * 0.01), Spelling(), Even(), 8, 16_000)
+    _, _, short, _ = labels.find_problems(manifest(texts, frames * 0.01), Spelling(), Even(), 8, 16_000)
     width = max(1, *map(len, texts))
     targets = torch.zeros(len(texts), width, dtype=torch.long)
     for i, text in enumerate(texts):
@@ -63,7 +63,7 @@ def test_frames_are_counted_as_the_loss_counts_them(texts, frames):
 
 def test_of_a_large_split_the_densest_are_looked_at(monkeypatch):
     monkeypatch.setattr(labels, "MAX_CHECKED", 3)
-    checked, _, short, _ = labels.count_problems(
+    checked, _, short, _ = labels.find_problems(
         manifest(["a", "abcabc", "ab", "abcab", "abcabca"], 0.05), Spelling(), Even(), 8, 16_000)
     assert (checked, short) == (3, ["u1", "u4"])
 

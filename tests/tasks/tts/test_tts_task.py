@@ -18,6 +18,7 @@ from sbkit.data.batch import Batch, dummy_batch
 from sbkit.errors import SbkitError
 from sbkit.recipe.check import check
 from sbkit.runs import initial
+from sbkit.tasks.generation import SpeechTest
 from sbkit.tasks.tts import TTS
 
 TRAIN = {"t0": "ab ab", "t1": "c", "t2": "abcab", "t3": "b a"}
@@ -39,7 +40,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def task(run):
     made = toy_voice.brain(run[0], n_symbols=5, n_speakers=2, speakers={"several": True})
-    TTS.encoder(made.keys)
+    TTS.tokenizer(made.keys)
     return made
 
 
@@ -181,7 +182,7 @@ def test_a_test_transcribes_recordings_and_outputs_without_padding(task, run):
         transcribed.extend(signals)
         return [f"{len(signal)}" for signal in signals]
 
-    task.speech_test.transcribe = transcribe
+    task.speech_test = SpeechTest(transcribe)
     task.open_stage(Stage.TEST)
     given = batch(task, run[1]["train"], ["t0", "t1"])
     with torch.no_grad():
@@ -211,7 +212,7 @@ def test_the_corpus_must_fit_the_text_encoder(run):
     for name, more in (("symbols", {"n_symbols": 4}), ("speakers", {"n_symbols": 5, "n_speakers": 1})):
         keys = TTS.Keys.read(toy_voice.hparams(run[0], speakers={"several": True}, **more))
         with pytest.raises(SbkitError, match=f"text_encoder has . {name}, but the corpus .") as error:
-            TTS.encoder(keys)
+            TTS.tokenizer(keys)
         assert f"{name}: !ref <n_{name}>" in error.value.hint
 
 

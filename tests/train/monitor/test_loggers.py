@@ -147,20 +147,23 @@ class Lines(loggers.Logger):
 
     buffers = True
 
+    def _begin(self, step):
+        self._open = (self.run.folder / "lines.txt").open("a")
+        self._open.write(f"from {step}\n")
+
     def _log(self, values, step, seconds):
-        if self._open is None:
-            self._open = (self.run.folder / "lines.txt").open("a")
         self._open.writelines(f"{step} {name} {value}\n" for name, value in values.items())
 
     def _close(self):
         self._open.close()
 
 
-def test_a_class_of_ones_own_is_named_by_its_module(tmp_path):
+def test_a_class_of_ones_own_is_told_from_where_on_a_resumed_run_sends_numbers_again(tmp_path):
     assert [f"{__name__}.Lines", "wandb"] in loggers.NAMES and ["wand"] not in loggers.NAMES
     run_twice(tmp_path / "run", f"{__name__}.Lines")
     assert (tmp_path / "run/lines.txt").read_text().splitlines() == [
-        "10 step/loss 4.0", "20 step/loss 3.0", "20 step/loss 3.5", "20 epoch/valid_WER 12.5", "20 test/test_WER 11.0"]
+        "from 10", "10 step/loss 4.0", "20 step/loss 3.0",
+        "from 20", "20 step/loss 3.5", "20 epoch/valid_WER 12.5", "20 test/test_WER 11.0"]
 
 
 def test_a_module_that_a_class_of_ones_own_lacks_is_named(tmp_path, monkeypatch):
