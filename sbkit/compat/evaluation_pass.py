@@ -15,6 +15,7 @@ from torch import nn
 from sbkit.compat import loaders, workers
 from sbkit.nn import guard
 from sbkit.system import memory
+from sbkit.system.cores import all_cores
 from sbkit.train.batches import DataSource
 from sbkit.train.distributed import ranks
 from sbkit.train.loss import Loss, one_number
@@ -66,9 +67,10 @@ def evaluation_pass(brain: Any, loader: DataSource, stage: Stage, name: str,  # 
     display = StageDisplay(name, loaders.length(loader), show=show,
                            colour=brain.tqdm_barcolor[stage.name.lower()] or None)
     averaged_weights = contextlib.nullcontext() if trainer.moving_average is None else trainer.moving_average.swapped()
+    threads = all_cores() if brain.device_type == "cpu" else contextlib.nullcontext()
 
     brain.step = 0
-    with evaluation_mode(brain.layer_roots), trainer.parallel.gathered(), averaged_weights, display:
+    with threads, evaluation_mode(brain.layer_roots), trainer.parallel.gathered(), averaged_weights, display:
         for batch in workers.iterator_of(batches):
             if trainer.asked_to_stop:
                 break

@@ -5,6 +5,7 @@ A container may allow fewer cores than it shows, by its control groups.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,6 +43,22 @@ def limit_torch_threads() -> None:
 
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable_cores():
         torch.set_num_threads(usable_cores())
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """Let torch use all cores inside this context, divided among the ranks of this machine, unless ``OMP_NUM_THREADS``
+    sets its threads: large batches are computed faster by more threads, whatever is fastest for steps."""
+    import torch
+
+    before = torch.get_num_threads()
+    if not os.environ.get("OMP_NUM_THREADS"):
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(before, usable_cores() // ranks_here))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,24 @@ def test_torch_starts_no_more_threads_than_the_quota_pays_for(machine, monkeypat
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("omp, ranks_here, inside", [(None, None, 4), ("", "2", 2), ("1", None, 1), (None, "8", 1)])
+def test_an_evaluation_uses_the_cores_that_its_rank_has_unless_the_user_sets_threads(
+        monkeypatch, omp, ranks_here, inside):
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    for name, value in {"OMP_NUM_THREADS": omp, "LOCAL_WORLD_SIZE": ranks_here}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with cores.all_cores():
+            assert torch.get_num_threads() == inside
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 @given(st.integers(1, 128), st.none() | st.integers(1, 16), st.none() | st.integers(1, 16))
 def test_layouts_to_try_use_no_more_cores_than_there_are_unless_asked_to(count, ranks, threads):
     layouts = cores.layouts_on(count, ranks, threads)
