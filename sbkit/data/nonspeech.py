@@ -8,8 +8,24 @@ import numpy as np
 import pyarrow.compute as pc
 
 from sbkit.data.augment import AudioFiles, recorded_noise
-from sbkit.data.demo_noise import KINDS, coloured, equalised, resonance, ringing, slow_curve
+from sbkit.data.demo_noise import KINDS
 from sbkit.data.manifest import Manifest
+from sbkit.data.noise_parts import (
+    Band,
+    coloured,
+    complex_normal,
+    equalised,
+    fast_length,
+    harmonics,
+    normal,
+    phase_of,
+    resonance,
+    ringing,
+    root_mean_square,
+    signal_of,
+    slow_curve,
+    swelling,
+)
 from sbkit.errors import SbkitError
 from sbkit.system.schema import NOT_NEGATIVE, require
 
@@ -35,21 +51,22 @@ _SWELLS = (-0.7, 1.0)
 
 def breaths(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     """Bursts of noise that swell and fade, as breath, a cough or a page has them, on faint noise."""
-    sound = 0.003 * rng.standard_normal(size)
+    sound = 0.003 * normal(rng, size)
     for _ in range(max(1, int(size / rate * rng.uniform(0.3, 2)))):
         length = min(size, int(rate * rng.uniform(0.05, 1.2)))
         middle = rng.uniform(300, 4000)
         width = rng.uniform(0.4, 1.5)
         burst = coloured(rng, length, resonance(middle, width), rate)
         at = int(rng.integers(size - length + 1))
-        swell = np.sin(np.pi * np.linspace(0, 1, length) ** rng.uniform(0.3, 2))
-        sound[at:at + length] += rng.uniform(0.2, 1) * burst * swell / (np.std(burst) + 1e-12)
+        swell = np.sin(np.pi * np.linspace(0, 1, length, dtype=np.float32) ** rng.uniform(0.3, 2))
+        loudness = rng.uniform(0.2, 1) / (root_mean_square(burst) + 1e-12)
+        sound[at:at + length] += loudness * burst * swell
     return sound
 
 
 def clicks(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     """Single samples and short taps, on silence or faint noise."""
-    sound = rng.choice([0.0, 1e-4, 0.01]) * rng.standard_normal(size)
+    sound = float(rng.choice([0.0, 1e-4, 0.01])) * normal(rng, size)
     tap = ringing(rng, rate, rng.uniform(100, 3000), rng.uniform(0.0005, 0.02))
     for at in rng.integers(size, size=max(1, int(size / rate * rng.uniform(0.2, 8)))):
         length = min(len(tap), size - at) if rng.random() < 0.7 else 1
@@ -60,10 +77,15 @@ def clicks(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
 def tones(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     """One to three steady tones, on all the time or beeping, as a line, a device or a test signal has them."""
     time = np.arange(size) / rate
-    beeps = 1.0 if rng.random() < 0.4 else (time * rng.uniform(0.3, 6) + rng.random()) % 1 < rng.uniform(0.1, 0.9)
-    hertz = np.exp(rng.uniform(np.log(50), np.log(0.45 * rate), rng.integers(1, 4)))
-    return np.sum([np.sin(2 * np.pi * each * time + rng.uniform(0, 6)) for each in hertz], 0) * beeps \
-        + rng.choice([0.0, 0.001]) * rng.standard_normal(size)
+    gate: np.ndarray | float = 1.0
+    if rng.random() >= 0.4:
+        beeps = phase_of(time * rng.uniform(0.3, 6) + rng.random())
+        gate = beeps < 2 * np.pi * rng.uniform(0.1, 0.9)
+    sound = np.zeros(size, np.float32)
+    for octaves in rng.uniform(np.log2(50), np.log2(0.45 * rate), rng.integers(1, 4)).tolist():
+        sound += harmonics(phase_of(2 ** octaves * time), [1.0], [rng.uniform(0, 6)])
+    sound *= gate
+    return sound + float(rng.choice([0.0, 0.001])) * normal(rng, size)
 
 
 def music(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
@@ -72,26 +94,26 @@ def music(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     scale = rng.uniform(50, 70) + np.array([0, 2, 4, 5, 7, 9, 11] if rng.random() < 0.5 else [0, 2, 3, 5, 7, 8, 10])
     fades = rng.uniform(0.1, 1.5)
     rise = rng.uniform(0.002, 0.1)
-    harmonics = rng.random() ** np.arange(rng.integers(1, 10))
-    sound = np.zeros(size + 1)
+    weights = rng.random() ** np.arange(rng.integers(1, 10))
     melody = rng.random() < 0.7
     drum = ringing(rng, rate, rng.uniform(60, 6000), rng.uniform(0.01, 0.1)) if rng.random() < 0.5 else np.zeros(1)
+
+    sound = np.zeros(size, np.float32)
+    time = np.arange(min(size, int(rate * 4 * fades) + 1)) / rate
+    envelope = (np.minimum(time / rise, 1) * np.exp(-time / fades)).astype(np.float32)
     for number, at in enumerate(range(0, size, beat)):
         places = [int(rng.integers(14))] * melody
         if number % 4 == 0:
             root = int(rng.integers(7))
             places += [root - 7, root, root + 2, root + 4]
-        length = min(size - at, int(rate * 4 * fades) + 1)
-        time = np.arange(length) / rate
-        envelope = np.minimum(time / rise, 1) * np.exp(-time / fades)
+        length = min(size - at, len(time))
         for place in places:
-            hertz = 440 * 2 ** ((scale[place % 7] + 12 * (place // 7) - 69) / 12)
-            for n, weight in enumerate(harmonics, 1):
-                if n * hertz < 0.5 * rate:
-                    sound[at:at + length] += weight * envelope * np.sin(2 * np.pi * n * hertz * time)
+            hertz = float(440 * 2 ** ((scale[place % 7] + 12 * (place // 7) - 69) / 12))
+            audible = weights[: max(0, int(np.ceil(0.5 * rate / hertz)) - 1)]
+            sound[at:at + length] += envelope[:length] * harmonics(phase_of(hertz * time[:length]), audible)
         hit = min(size - at, len(drum))
         sound[at:at + hit] += rng.uniform(0, 2) * drum[:hit]
-    return sound[:size]
+    return sound
 
 
 def coloured_noise(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
@@ -105,14 +127,13 @@ def textures(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
 
     What sounds are made of that have no pitch and no words is little more than how fast each band changes.
     """
-    sound = np.zeros(size)
     pace = rng.uniform(-0.7, 1.3)
-    for _ in range(rng.integers(3, 13)):
-        middle = np.exp(rng.uniform(np.log(80), np.log(0.48 * rate)))
-        band = coloured(rng, size, resonance(middle, rng.uniform(0.1, 1.2)), rate)
-        swell = slow_curve(rng, size, rate, 10 ** (pace + rng.uniform(-0.3, 0.3))) ** rng.uniform(0.3, 5)
-        sound += 10 ** rng.uniform(-1.2, 0) * band * swell / (np.std(band) + 1e-12)
-    return sound
+    bands = [Band(middle=2 ** rng.uniform(np.log2(80), np.log2(0.48 * rate)),
+                  width=rng.uniform(0.1, 1.2),
+                  swells=10 ** (pace + rng.uniform(-0.3, 0.3)),
+                  power=rng.uniform(0.3, 5),
+                  loudness=10 ** rng.uniform(-1.2, 0)) for _ in range(rng.integers(3, 13))]
+    return swelling(rng, size, rate, bands)
 
 
 #: Silence that is synthesised, by name: what models are known to write words for, coloured noise, and all others.
@@ -206,9 +227,9 @@ class NonSpeech:
         source = rng.random()
         is_room = False  # which has a loudness of its own
         if self.files is not None and source < 0.5:
-            signal = self.files.draw(rng, lambda path: recorded_noise(path, size, rate, rng)).astype(np.float64)
+            signal = self.files.draw(rng, lambda path: recorded_noise(path, size, rate, rng)).astype(np.float32)
         elif source > 0.9:
-            signal = np.zeros(size)
+            signal = np.zeros(size, np.float32)
         elif source > 0.8 and recording is not None:
             signal = room_of(recording(), size, rate, rng)
             is_room = True
@@ -216,12 +237,11 @@ class NonSpeech:
             signal = _synthesised(size, rate, rng)
 
         if spoken:
-            speech = np.concatenate(spoken).astype(np.float64)
-            loudness = float(np.mean(speech ** 2)) ** 0.5 * 10 ** (-rng.uniform(*below) / 20)
+            loudness = root_mean_square(np.concatenate(spoken)) * 10 ** (-rng.uniform(*below) / 20)
         if is_room and not spoken:
             signal *= 10 ** rng.uniform(-0.3, 0.3)
         else:
-            signal *= loudness / (float(np.mean(signal ** 2)) ** 0.5 or 1.0)
+            signal *= loudness / (root_mean_square(signal) or 1.0)
 
         gaps = rng.dirichlet(np.ones(len(spoken) + 1)) * max(0, size - sum(map(len, spoken)))
         is_gated = rng.random() < 0.3  # nothing is heard under an utterance, as after a noise gate
@@ -234,7 +254,7 @@ class NonSpeech:
 
         if rng.random() < 0.3:  # as a file or a microphone of 16 bits has it
             signal = np.round(signal * 2 ** 15) / 2 ** 15
-        return signal.astype(np.float32)
+        return signal
 
 
 def room_of(recording: np.ndarray, size: int, rate: int, rng: np.random.Generator) -> np.ndarray:
@@ -244,20 +264,23 @@ def room_of(recording: np.ndarray, size: int, rate: int, rng: np.random.Generato
     start = int(np.argmin(power[part:] - power[:-part])) if len(recording) > part else 0
     pause = recording[start:start + part].astype(np.float64)
     spectrum = np.abs(np.fft.rfft(pause)) / part ** 0.5  # flat for white noise
-    noise = np.fft.rfft(rng.standard_normal(size))
+
+    length = fast_length(size)
+    noise = complex_normal(rng, length // 2 + 1)
     places = np.linspace(0, len(spectrum) - 1, len(noise))
-    return np.fft.irfft(noise * np.interp(places, np.arange(len(spectrum)), spectrum), size)
+    noise *= np.interp(places, np.arange(len(spectrum)), spectrum * (length / 2) ** 0.5).astype(np.float32)
+    return signal_of(noise, length)[:size]
 
 
 def _synthesised(size: int, rate: int, rng: np.random.Generator) -> np.ndarray:
     """Make a mixture [size] of one or two sounds of ``SILENCES``."""
-    signal = np.zeros(size)
+    signal = np.zeros(size, np.float32)
     for weight in (1.0, rng.random())[: rng.integers(1, 3)]:
         # A fifth is coloured noise, which all microphones have, a third textures, a quarter what is hard.
         groups = (["noise"], ["textures"], list(HARD), list(KINDS))
         names = groups[np.searchsorted([0.2, 0.53, 0.8], rng.random())]
         sound = SILENCES[names[rng.integers(len(names))]](rng, size, rate)
         if rng.random() < _SWELLING:
-            sound *= slow_curve(rng, size, rate, 10 ** rng.uniform(*_SWELLS)) ** rng.uniform(0.5, 4)
+            sound *= slow_curve(rng, size, rate, 10 ** rng.uniform(*_SWELLS), power=rng.uniform(0.5, 4))
         signal += weight * equalised(rng, sound, rate)
     return signal
