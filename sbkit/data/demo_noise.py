@@ -10,18 +10,18 @@ from sbkit.data.augment import RandomStage, add_noise, check_range
 from sbkit.data.noise_parts import (
     Band,
     coloured,
+    convolved,
     equalised,
-    fast_length,
     glide,
-    harmonics,
     normal,
-    phase_of,
+    played,
     resonance,
     ringing,
     root_mean_square,
-    signal_of,
     slow_curve,
     swelling,
+    tone,
+    wave,
 )
 from sbkit.errors import SbkitError
 from sbkit.system.schema import texts
@@ -31,10 +31,9 @@ _Rng = np.random.Generator
 
 def _hits(size: int, at: np.ndarray, hit: np.ndarray, loudness: np.ndarray) -> np.ndarray:
     """The same short sound at several places, each with its loudness."""
-    length = fast_length(size + len(hit) - 1)
-    train = np.zeros(length, np.float32)
+    train = np.zeros(size, np.float32)
     train[at] = loudness
-    return signal_of(np.fft.rfft(train) * np.fft.rfft(hit, length), length)[:size]
+    return convolved(train, hit)[:size]
 
 
 def _hiss(rng: _Rng, size: int, rate: int) -> np.ndarray:
@@ -43,17 +42,15 @@ def _hiss(rng: _Rng, size: int, rate: int) -> np.ndarray:
 
 
 def _hum(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    phase = glide(rng.uniform(40, 200) * (1 + 0.02 * slow_curve(rng, size, rate, 3)), rate)
-    orders = np.arange(1, 12)
-    sound = harmonics(phase, rng.random(11) / orders, rng.uniform(0, 6, 11))
-    return sound + 0.1 * coloured(rng, size, lambda hertz: hertz ** -0.5 * 20, rate)
+    cycles = glide(rng.uniform(40, 200) * (1 + 0.02 * slow_curve(rng, size, rate, 3)), rate)
+    harmonics = wave(rng.random(11) / np.arange(1, 12), rng.uniform(0, 6, 11))
+    return played(harmonics, cycles) + 0.1 * coloured(rng, size, lambda hertz: hertz ** -0.5 * 20, rate)
 
 
 def _engine(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    phase = glide(rng.uniform(60, 400) * 2 ** (2 * slow_curve(rng, size, rate, rng.uniform(0.5, 4))), rate)
-    orders = np.arange(1, 9)
-    sound = harmonics(phase, rng.random(8) / orders ** 0.5, rng.uniform(0, 6, 8))
-    return sound + 0.1 * normal(rng, size)
+    cycles = glide(rng.uniform(60, 400) * 2 ** (2 * slow_curve(rng, size, rate, rng.uniform(0.5, 4))), rate)
+    harmonics = wave(rng.random(8) / np.arange(1, 9) ** 0.5, rng.uniform(0, 6, 8))
+    return played(harmonics, cycles) + 0.1 * normal(rng, size)
 
 
 def _wind(rng: _Rng, size: int, rate: int) -> np.ndarray:
@@ -69,10 +66,11 @@ def _clatter(rng: _Rng, size: int, rate: int) -> np.ndarray:
 
 def _melody(rng: _Rng, size: int, rate: int) -> np.ndarray:
     sound = np.zeros(size, np.float32)
+    harmonics = wave([1.0, 0.4])
     for _ in range(rng.integers(1, 4)):
         notes = rng.integers(0, 24, max(2, int(size / rate * rng.uniform(2, 6))))
         hertz = 220 * 2 ** (notes / 12)
-        sound += harmonics(glide(hertz[np.arange(size) * len(notes) // size], rate), [1.0, 0.4])
+        sound += played(harmonics, glide(hertz[np.arange(size) * len(notes) // size], rate))
     return sound
 
 
@@ -99,9 +97,9 @@ def _printer(rng: _Rng, size: int, rate: int) -> np.ndarray:
 
 
 def _siren(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    swing = harmonics(phase_of(np.arange(size) * (rng.uniform(0.3, 2) / rate)), [1.0], [rng.uniform(0, 6)])
-    phase = glide(rng.uniform(500, 900) * 2 ** (0.4 * swing), rate)
-    return harmonics(phase, [1.0, 0.5, 0.3]) + 0.05 * normal(rng, size)
+    swing = tone(np.arange(size) * (rng.uniform(0.3, 2) / rate), start=rng.uniform(0, 6))
+    cycles = glide(rng.uniform(500, 900) * 2 ** (0.4 * swing), rate)
+    return played(wave([1.0, 0.5, 0.3]), cycles) + 0.05 * normal(rng, size)
 
 
 def _vacuum(rng: _Rng, size: int, rate: int) -> np.ndarray:
@@ -109,7 +107,7 @@ def _vacuum(rng: _Rng, size: int, rate: int) -> np.ndarray:
     sound = coloured(rng, size, lambda hertz: np.sqrt(sum(shape(hertz) ** 2 for shape in resonances)), rate)
     loudness = 0.1 * root_mean_square(sound)
     for order, hertz in enumerate(rng.uniform(230, 290, 3).tolist(), 1):
-        sound += harmonics(phase_of(np.arange(size) * (order * hertz / rate)), [loudness])
+        sound += loudness * tone(np.arange(size) * (order * hertz / rate))
     return sound
 
 

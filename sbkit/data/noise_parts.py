@@ -10,16 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 Rng = np.random.Generator
 
 #: Odd factors of a length whose transform is fast: products of 3 and 5.
 _ODD_FACTORS = (1, 3, 5, 9, 15, 25, 27, 45, 75, 81, 125)
-#: Half of a frame in which a spectrum is changed, in seconds. Features whose windows have 25 ms resolve no more, in time
+#: Samples of the frames of a convolution, at least: shorter ones overlap more, longer ones aren't faster.
+_SHORTEST_FRAME = 4096
+#: Half of a frame in which a spectrum is changed, in seconds. Features whose windows have 25 ms resolve no more in time
 #: or in frequency.
 _HALF_FRAME_SECONDS = 0.016
 #: Samples from one point of a slow curve to the next; between them it is straight.
 _CURVE_STEP = 32
+#: Samples of a wave, from which the nearest is taken: the error of ten harmonics is 60 dB below them.
+_PERIOD = 1 << 14
 #: Octaves at which a random equaliser has its points, and its largest gain in decibels.
 _OCTAVES = np.arange(6.0, 15.0)
 _DECIBELS = 12.0
@@ -81,41 +86,44 @@ class Band(NamedTuple):
 def swelling(rng: Rng, size: int, rate: int, bands: Sequence[Band]) -> np.ndarray:
     """Noise [size] in bands, each of which swells at its own pace.
 
-    A sum of independent normal noises is normal noise, whose power is the sum of theirs. So one white noise is filtered
-    by what all bands have together at each time, instead of a noise for each band.
+    A sum of independent normal noises is normal noise, whose power is the sum of theirs. So one noise is made with the
+    power that all bands have together at each time, in frames that overlap by half, instead of a noise for each band.
     """
     half = _half_frame(rate)
+    count = -(-size // half) + 1  # frames around the samples 0, half, 2 half and so on
     hertz = np.maximum(np.arange(half + 1, dtype=np.float32) * (rate / 2 / half), 20)
-    power: np.ndarray | float = 0.0
-    for band in bands:
-        spectrum = resonance(band.middle, band.width)(hertz) ** 2
-        spectrum *= band.loudness ** 2 * half / (float(np.sum(spectrum)) + 1e-12)
-        swell = slow_points(rng, size, rate, band.swells, half) ** (2 * band.power)
-        power = power + swell[:, None] * spectrum
-    return filtered(normal(rng, size), np.sqrt(power))
+    spectra = np.empty((len(bands), half + 1), np.float32)
+    swells = np.empty((len(bands), count), np.float32)
+    for band, spectrum, swell in zip(bands, spectra, swells, strict=True):
+        spectrum[:] = resonance(band.middle, band.width)(hertz) ** 2
+        spectrum *= (band.loudness * half) ** 2 / (float(np.sum(spectrum)) + 1e-12)
+        swell[:] = slow_points(rng, size, rate, band.swells, half) ** (2 * band.power)
+    # Not by BLAS, which starts threads of its own for it.
+    power_TF = np.einsum("bt,bf->tf", swells, spectra)
+
+    noise_TF = complex_normal(rng, power_TF.size).reshape(power_TF.shape)
+    noise_TF *= np.sqrt(power_TF, out=power_TF)
+    frames = signal_of(noise_TF, 2 * half)
+    frames *= _window(half)
+    joined = frames[:-1, half:] + frames[1:, :half]
+    return joined.reshape(-1)[:size]
 
 
 # ---------------------------------------------------------------- what changes a sound
 
 
-def filtered(signal: np.ndarray, gains: np.ndarray) -> np.ndarray:
-    """Multiply the spectrum of a signal [S] in frames that overlap by half.
+def convolved(signal: np.ndarray, response: np.ndarray) -> np.ndarray:
+    """Filter a signal [S] by an impulse response [K], in frames that are fast to transform: [S + K - 1]."""
+    before = len(response) - 1
+    size = len(signal) + before
+    frame = max(_SHORTEST_FRAME, 4 << before.bit_length())
+    hop = frame - before
+    padded = np.zeros(before + -(-size // hop) * hop, np.float32)
+    padded[before:before + len(signal)] = signal
 
-    gains : [F], or [T, F] with those of the frames around sample 0, F - 1, 2 (F - 1) and so on; frames have 2 (F - 1)
-        samples
-    """
-    half = gains.shape[-1] - 1
-    count = -(-len(signal) // half) + 1
-    padded = np.zeros((count + 1) * half, np.float32)
-    padded[half:half + len(signal)] = signal
-
-    window = _window(half)
-    spectrum = np.fft.rfft(np.lib.stride_tricks.sliding_window_view(padded, 2 * half)[::half] * window)
-    spectrum *= gains
-    frames = signal_of(spectrum, 2 * half)
-    frames *= window
-    joined = frames[:-1, half:] + frames[1:, :half]
-    return joined.reshape(-1)[:len(signal)]
+    spectrum = np.fft.rfft(sliding_window_view(padded, frame)[::hop])
+    spectrum *= np.fft.rfft(response, frame)
+    return signal_of(spectrum, frame)[:, before:].reshape(-1)[:size]
 
 
 def equalised(rng: Rng, noise: np.ndarray, rate: int) -> np.ndarray:
@@ -123,7 +131,8 @@ def equalised(rng: Rng, noise: np.ndarray, rate: int) -> np.ndarray:
     half = _half_frame(rate)
     octaves = np.log2(np.maximum(np.arange(half + 1) * (rate / 2 / half), 20.0))
     decibels = np.interp(octaves, _OCTAVES, rng.uniform(-_DECIBELS, _DECIBELS, len(_OCTAVES)))
-    weighted = filtered(noise, (10 ** (decibels / 20)).astype(np.float32))
+    response = np.roll(np.fft.irfft(10 ** (decibels / 20)), half) * _window(half) ** 2
+    weighted = convolved(noise, response.astype(np.float32))[half:half + len(noise)]
     weighted /= root_mean_square(weighted) + 1e-9
     return weighted
 
@@ -146,51 +155,48 @@ def slow_points(rng: Rng, size: int, rate: int, hertz: float, step: int) -> np.n
 # ---------------------------------------------------------------- tones
 
 
-def phase_of(cycles: np.ndarray) -> np.ndarray:
-    """The phase [S] in radians, from 0 to 2 pi, of cycles that were counted in float64, which is overwritten."""
-    cycles -= np.floor(cycles)
-    phase = cycles.astype(np.float32)
-    phase *= 2 * np.pi
-    return phase
+def tone(cycles: np.ndarray, start: float = 0.0) -> np.ndarray:
+    """A sine [S] of loudness 1 after these cycles [S], from a phase in radians."""
+    phase = (2 * np.pi * _fraction(cycles)).astype(np.float32)
+    phase += start
+    return np.sin(phase, out=phase)
 
 
 def glide(hertz: np.ndarray, rate: int) -> np.ndarray:
-    """The phase [S] of a tone whose frequency [S] changes."""
-    cycles = np.cumsum(hertz, dtype=np.float64)
-    cycles /= rate
-    return phase_of(cycles)
+    """The cycles [S] of a tone whose frequency [S] changes."""
+    return np.cumsum(hertz, dtype=np.float64) / rate
 
 
-def harmonics(phase: np.ndarray, weights: Sequence[float] | np.ndarray, starts: Sequence[float] | np.ndarray = (),
-              ) -> np.ndarray:
-    """The sum [S] of a tone and its harmonics, of these weights, from the tone's phase [S].
+def wave(weights: np.ndarray | Sequence[float], starts: np.ndarray | float = 0.0) -> np.ndarray:
+    """One period of a tone and its harmonics, with these weights, from these phases in radians."""
+    spectrum = np.zeros(_PERIOD // 2 + 1, np.complex64)
+    spectrum[1:1 + len(weights)] = np.multiply(weights, np.exp(1j * np.subtract(starts, np.pi / 2)) * (_PERIOD / 2))
+    return signal_of(spectrum, _PERIOD)
 
-    starts : the phases of each at phase 0, if they aren't all 0
-    """
-    sound = np.zeros(len(phase), np.float32)
-    wave = np.empty_like(sound)
-    for number, weight in enumerate(map(float, weights)):
-        np.multiply(phase, number + 1, out=wave)
-        if len(starts):
-            wave += float(starts[number])
-        np.sin(wave, out=wave)
-        wave *= weight
-        sound += wave
-    return sound
+
+def played(period: np.ndarray, cycles: np.ndarray) -> np.ndarray:
+    """The sound [S] of a wave after these cycles [S]."""
+    return period[(_fraction(cycles) * len(period)).astype(np.int32)]
 
 
 def ringing(rng: Rng, rate: int, hertz: float, seconds: float) -> np.ndarray:
     """The sound of something that is hit: a decaying tone with noise."""
     time = np.arange(int(5 * seconds * rate)) / rate
-    tone = harmonics(phase_of(hertz * time), [1.0])
-    tone += 0.5 * normal(rng, len(time))
-    tone *= np.exp((time / -seconds).astype(np.float32))
-    return tone
+    sound = tone(hertz * time)
+    sound += 0.5 * normal(rng, len(time))
+    sound *= np.exp((time / -seconds).astype(np.float32))
+    return sound
+
+
+def _fraction(cycles: np.ndarray) -> np.ndarray:
+    """What is left of cycles without whole ones, which float32 would be too coarse to count."""
+    return cycles - np.floor(cycles)
 
 
 # ---------------------------------------------------------------- numbers
 
 
+@functools.lru_cache(1024)
 def fast_length(size: int) -> int:
     """The smallest even length from ``size`` on that is a product of small factors."""
     return min(odd << max(1, (-(-size // odd) - 1).bit_length()) for odd in _ODD_FACTORS)

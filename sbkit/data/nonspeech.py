@@ -16,15 +16,16 @@ from sbkit.data.noise_parts import (
     complex_normal,
     equalised,
     fast_length,
-    harmonics,
     normal,
-    phase_of,
+    played,
     resonance,
     ringing,
     root_mean_square,
     signal_of,
     slow_curve,
     swelling,
+    tone,
+    wave,
 )
 from sbkit.errors import SbkitError
 from sbkit.system.schema import NOT_NEGATIVE, require
@@ -79,11 +80,11 @@ def tones(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     time = np.arange(size) / rate
     gate: np.ndarray | float = 1.0
     if rng.random() >= 0.4:
-        beeps = phase_of(time * rng.uniform(0.3, 6) + rng.random())
-        gate = beeps < 2 * np.pi * rng.uniform(0.1, 0.9)
+        beeps = time * rng.uniform(0.3, 6) + rng.random()
+        gate = beeps - np.floor(beeps) < rng.uniform(0.1, 0.9)
     sound = np.zeros(size, np.float32)
     for octaves in rng.uniform(np.log2(50), np.log2(0.45 * rate), rng.integers(1, 4)).tolist():
-        sound += harmonics(phase_of(2 ** octaves * time), [1.0], [rng.uniform(0, 6)])
+        sound += tone(2 ** octaves * time, start=rng.uniform(0, 6))
     sound *= gate
     return sound + float(rng.choice([0.0, 0.001])) * normal(rng, size)
 
@@ -95,6 +96,7 @@ def music(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     fades = rng.uniform(0.1, 1.5)
     rise = rng.uniform(0.002, 0.1)
     weights = rng.random() ** np.arange(rng.integers(1, 10))
+    waves = dict[int, np.ndarray]()  # by how many harmonics a note has that can be heard at this rate
     melody = rng.random() < 0.7
     drum = ringing(rng, rate, rng.uniform(60, 6000), rng.uniform(0.01, 0.1)) if rng.random() < 0.5 else np.zeros(1)
 
@@ -109,8 +111,10 @@ def music(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
         length = min(size - at, len(time))
         for place in places:
             hertz = float(440 * 2 ** ((scale[place % 7] + 12 * (place // 7) - 69) / 12))
-            audible = weights[: max(0, int(np.ceil(0.5 * rate / hertz)) - 1)]
-            sound[at:at + length] += envelope[:length] * harmonics(phase_of(hertz * time[:length]), audible)
+            audible = min(len(weights), int(np.ceil(0.5 * rate / hertz)) - 1)
+            if audible not in waves:
+                waves[audible] = wave(weights[:audible])
+            sound[at:at + length] += envelope[:length] * played(waves[audible], hertz * time[:length])
         hit = min(size - at, len(drum))
         sound[at:at + hit] += rng.uniform(0, 2) * drum[:hit]
     return sound
