@@ -9,12 +9,14 @@ import numpy as np
 from sbkit.data.augment import RandomStage, add_noise, check_range
 from sbkit.data.noise_parts import (
     Band,
+    at_power_1,
     coloured,
     convolved,
     equalised,
     glide,
     normal,
     played,
+    random_equaliser,
     resonance,
     ringing,
     root_mean_square,
@@ -151,4 +153,4 @@ class DemoNoise(RandomStage):
 
     def _random_noise(self, rng: np.random.Generator, size: int) -> np.ndarray:
         make = KINDS[self.kinds[rng.integers(len(self.kinds))]]
-        return equalised(rng, make(rng, size, self.rate), self.rate)
+        return at_power_1(equalised(make(rng, size, self.rate), random_equaliser(rng), self.rate))

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 Rng = np.random.Generator
+#: How loud a sound is, or how much louder it becomes, at frequencies [F] in Hz.
+Shape = Callable[[np.ndarray], np.ndarray | float]
 
 #: Odd factors of a length whose transform is fast: products of 3 and 5.
 _ODD_FACTORS = (1, 3, 5, 9, 15, 25, 27, 45, 75, 81, 125)
@@ -41,21 +43,27 @@ def normal(rng: Rng, size: int) -> np.ndarray:
 def complex_normal(rng: Rng, size: int) -> np.ndarray:
     """Complex normal numbers [size] whose real and imaginary parts have variance 1.
 
-    After Box and Muller, whose few functions of whole arrays take half of the time of ``rng.standard_normal``.
+    After Box and Muller, from uniform numbers of 16 bits: a third of the time of ``rng.standard_normal``, and no number
+    is above 4.9.
     """
-    radius = np.log1p(-rng.random(size, dtype=np.float32))
+    uniform = rng.bit_generator.random_raw(-(-size // 2)).view(np.uint16)
+    radius = uniform[:size].astype(np.float32)
+    radius += 0.5
+    radius *= 2.0 ** -16
+    np.log(radius, out=radius)
     radius *= -2
     np.sqrt(radius, out=radius)
-    angle = rng.random(size, dtype=np.float32)
-    angle *= 2 * np.pi
+    angle = uniform[size:2 * size].astype(np.float32)
+    angle *= 2 * np.pi / 2 ** 16
+
     numbers = np.empty(size, np.complex64)
     np.multiply(radius, np.cos(angle), out=numbers.real)
-    np.multiply(radius, np.sin(angle), out=numbers.imag)
+    np.multiply(radius, np.sin(angle, out=angle), out=numbers.imag)
     return numbers
 
 
-def coloured(rng: Rng, size: int, shape: Callable[[np.ndarray], np.ndarray], rate: int) -> np.ndarray:
-    """Noise [size] whose spectrum is a function of the frequency in Hz."""
+def coloured(rng: Rng, size: int, shape: Shape, rate: int) -> np.ndarray:
+    """Noise [size] with the spectrum of a shape."""
     length = fast_length(size)
     hertz = np.fft.rfftfreq(length, 1 / rate).astype(np.float32)
     spectrum = complex_normal(rng, len(hertz))
@@ -63,7 +71,12 @@ def coloured(rng: Rng, size: int, shape: Callable[[np.ndarray], np.ndarray], rat
     return signal_of(spectrum, length)[:size]
 
 
-def resonance(middle: float, width: float) -> Callable[[np.ndarray], np.ndarray]:
+def flat(hertz: np.ndarray) -> np.ndarray | float:
+    """The shape of what is as loud at all frequencies [F]."""
+    return 1.0
+
+
+def resonance(middle: float, width: float) -> Shape:
     """A resonance at ``middle`` Hz, ``width`` octaves wide."""
     return lambda hertz: np.exp(-0.5 * (np.log2(hertz / middle) / width) ** 2)
 
@@ -83,7 +96,7 @@ class Band(NamedTuple):
     """Its root mean square while the curve is 1."""
 
 
-def swelling(rng: Rng, size: int, rate: int, bands: Sequence[Band]) -> np.ndarray:
+def swelling(rng: Rng, size: int, rate: int, bands: Sequence[Band], equaliser: Shape = flat) -> np.ndarray:
     """Noise [size] in bands, each of which swells at its own pace.
 
     A sum of independent normal noises is normal noise, whose power is the sum of theirs. So one noise is made with the
@@ -98,6 +111,7 @@ def swelling(rng: Rng, size: int, rate: int, bands: Sequence[Band]) -> np.ndarra
         spectrum[:] = resonance(band.middle, band.width)(hertz) ** 2
         spectrum *= (band.loudness * half) ** 2 / (float(np.sum(spectrum)) + 1e-12)
         swell[:] = slow_points(rng, size, rate, band.swells, half) ** (2 * band.power)
+    spectra *= np.square(equaliser(hertz))
     # Not by BLAS, which starts threads of its own for it.
     power_TF = np.einsum("bt,bf->tf", swells, spectra)
 
@@ -126,15 +140,28 @@ def convolved(signal: np.ndarray, response: np.ndarray) -> np.ndarray:
     return signal_of(spectrum, frame)[:, before:].reshape(-1)[:size]
 
 
-def equalised(rng: Rng, noise: np.ndarray, rate: int) -> np.ndarray:
-    """Weight the bands of a noise [S] at random, as rooms and microphones do, and make its power 1."""
+def random_equaliser(rng: Rng) -> Shape:
+    """Gains of bands at random, as rooms and microphones have them."""
+    decibels = rng.uniform(-_DECIBELS, _DECIBELS, len(_OCTAVES))
+
+    def gains(hertz: np.ndarray) -> np.ndarray:
+        octaves = np.log2(np.maximum(hertz, 20))
+        return 10 ** (np.interp(octaves, _OCTAVES, decibels).astype(np.float32) / 20)
+
+    return gains
+
+
+def equalised(sound: np.ndarray, equaliser: Shape, rate: int) -> np.ndarray:
+    """Multiply the spectrum of a sound [S] by the gains of an equaliser."""
     half = _half_frame(rate)
-    octaves = np.log2(np.maximum(np.arange(half + 1) * (rate / 2 / half), 20.0))
-    decibels = np.interp(octaves, _OCTAVES, rng.uniform(-_DECIBELS, _DECIBELS, len(_OCTAVES)))
-    response = np.roll(np.fft.irfft(10 ** (decibels / 20)), half) * _window(half) ** 2
-    weighted = convolved(noise, response.astype(np.float32))[half:half + len(noise)]
-    weighted /= root_mean_square(weighted) + 1e-9
-    return weighted
+    gains = equaliser(np.arange(half + 1, dtype=np.float32) * (rate / 2 / half))
+    response = np.roll(np.fft.irfft(gains), half) * _window(half) ** 2
+    return convolved(sound, response.astype(np.float32))[half:half + len(sound)]
+
+
+def at_power_1(sound: np.ndarray) -> np.ndarray:
+    """Make the mean power of a sound [S] 1, unless it is silent."""
+    return sound / (root_mean_square(sound) + 1e-9)
 
 
 def slow_curve(rng: Rng, size: int, rate: int, hertz: float, power: float = 1.0) -> np.ndarray:

@@ -12,12 +12,16 @@ from sbkit.data.demo_noise import KINDS
 from sbkit.data.manifest import Manifest
 from sbkit.data.noise_parts import (
     Band,
+    Shape,
+    at_power_1,
     coloured,
     complex_normal,
     equalised,
     fast_length,
+    flat,
     normal,
     played,
+    random_equaliser,
     resonance,
     ringing,
     root_mean_square,
@@ -120,13 +124,13 @@ def music(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     return sound
 
 
-def coloured_noise(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
+def coloured_noise(rng: np.random.Generator, size: int, rate: int, equaliser: Shape = flat) -> np.ndarray:
     """Steady noise between white and deeper than brown, as of rooms, fans and amplifiers."""
     slope = rng.uniform(-0.2, 1.5)
-    return coloured(rng, size, lambda hertz: hertz ** -slope, rate)
+    return coloured(rng, size, lambda hertz: hertz ** -slope * equaliser(hertz), rate)
 
 
-def textures(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
+def textures(rng: np.random.Generator, size: int, rate: int, equaliser: Shape = flat) -> np.ndarray:
     """Bands of noise, each of which swells and fades at its own pace: streets, rain, steps, rooms with people.
 
     What sounds are made of that have no pitch and no words is little more than how fast each band changes.
@@ -137,12 +141,12 @@ def textures(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
                   swells=10 ** (pace + rng.uniform(-0.3, 0.3)),
                   power=rng.uniform(0.3, 5),
                   loudness=10 ** rng.uniform(-1.2, 0)) for _ in range(rng.integers(3, 13))]
-    return swelling(rng, size, rate, bands)
+    return swelling(rng, size, rate, bands, equaliser)
 
 
 #: Silence that is synthesised, by name: what models are known to write words for, coloured noise, and all others.
 HARD = {"breaths": breaths, "clicks": clicks, "tones": tones, "music": music}
-SILENCES: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
+SILENCES: dict[str, Callable[..., np.ndarray]] = {
     "noise": coloured_noise, "textures": textures, **HARD, **KINDS}
 
 
@@ -283,8 +287,13 @@ def _synthesised(size: int, rate: int, rng: np.random.Generator) -> np.ndarray:
         # A fifth is coloured noise, which all microphones have, a third textures, a quarter what is hard.
         groups = (["noise"], ["textures"], list(HARD), list(KINDS))
         names = groups[np.searchsorted([0.2, 0.53, 0.8], rng.random())]
-        sound = SILENCES[names[rng.integers(len(names))]](rng, size, rate)
+        make = SILENCES[names[rng.integers(len(names))]]
+        equaliser = random_equaliser(rng)
+        if make in (coloured_noise, textures):  # which are made from their spectrum
+            sound = make(rng, size, rate, equaliser)
+        else:
+            sound = equalised(make(rng, size, rate), equaliser, rate)
         if rng.random() < _SWELLING:
             sound *= slow_curve(rng, size, rate, 10 ** rng.uniform(*_SWELLS), power=rng.uniform(0.5, 4))
-        signal += weight * equalised(rng, sound, rate)
+        signal += weight * at_power_1(sound)
     return signal
