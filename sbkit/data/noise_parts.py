@@ -20,16 +20,19 @@ Shape = Callable[[np.ndarray], np.ndarray | float]
 _ODD_FACTORS = (1, 3, 5, 9, 15, 25, 27, 45, 75, 81, 125)
 #: Samples of the frames of a convolution, at least: shorter ones overlap more, longer ones aren't faster.
 _SHORTEST_FRAME = 4096
-#: Half of a frame in which a spectrum is changed, in seconds. Features whose windows have 25 ms resolve no more in time
-#: or in frequency.
-_HALF_FRAME_SECONDS = 0.016
+#: Half of a frame with a spectrum of its own: a quarter of the time in which a band swells or fades, within these
+#: seconds. Features with windows of 25 ms tell nothing shorter apart.
+_HALF_FRAME = 0.25
+_HALF_FRAME_SECONDS = (0.016, 0.128)
 #: Samples from one point of a slow curve to the next; between them it is straight.
 _CURVE_STEP = 32
-#: Samples of a wave, from which the nearest is taken: the error of ten harmonics is 60 dB below them.
-_PERIOD = 1 << 14
+#: Samples of a wave, from which the nearest is taken: the error of a tenth harmonic is 70 dB below it.
+_PERIOD = 1 << 16
 #: Octaves at which a random equaliser has its points, and its largest gain in decibels.
 _OCTAVES = np.arange(6.0, 15.0)
 _DECIBELS = 12.0
+#: Half of an equaliser's response: the octave from 64 Hz on, its lowest, has four of its frequencies.
+_HALF_RESPONSE_SECONDS = 0.032
 
 
 # ---------------------------------------------------------------- noise
@@ -102,7 +105,8 @@ def swelling(rng: Rng, size: int, rate: int, bands: Sequence[Band], equaliser: S
     A sum of independent normal noises is normal noise, whose power is the sum of theirs. So one noise is made with the
     power that all bands have together at each time, in frames that overlap by half, instead of a noise for each band.
     """
-    half = _half_frame(rate)
+    seconds = np.clip(_HALF_FRAME / max(band.swells for band in bands), *_HALF_FRAME_SECONDS)
+    half = fast_length(round(seconds * rate))
     count = -(-size // half) + 1  # frames around the samples 0, half, 2 half and so on
     hertz = np.maximum(np.arange(half + 1, dtype=np.float32) * (rate / 2 / half), 20)
     spectra = np.empty((len(bands), half + 1), np.float32)
@@ -153,7 +157,7 @@ def random_equaliser(rng: Rng) -> Shape:
 
 def equalised(sound: np.ndarray, equaliser: Shape, rate: int) -> np.ndarray:
     """Multiply the spectrum of a sound [S] by the gains of an equaliser."""
-    half = _half_frame(rate)
+    half = fast_length(round(_HALF_RESPONSE_SECONDS * rate))
     gains = equaliser(np.arange(half + 1, dtype=np.float32) * (rate / 2 / half))
     response = np.roll(np.fft.irfft(gains), half) * _window(half) ** 2
     return convolved(sound, response.astype(np.float32))[half:half + len(sound)]
@@ -237,10 +241,6 @@ def signal_of(spectrum: np.ndarray, length: int) -> np.ndarray:
 def root_mean_square(signal: np.ndarray) -> float:
     """The root of a signal's mean power."""
     return float(np.mean(np.square(signal))) ** 0.5
-
-
-def _half_frame(rate: int) -> int:
-    return fast_length(round(_HALF_FRAME_SECONDS * rate))
 
 
 @functools.cache
