@@ -17,7 +17,7 @@ Rng = np.random.Generator
 Shape = Callable[[np.ndarray], np.ndarray | float]
 
 #: Odd factors of a length whose transform is fast: products of 3 and 5.
-_ODD_FACTORS = (1, 3, 5, 9, 15, 25, 27, 45, 75, 81, 125)
+_ODD_FACTORS = (1, 3, 5, 9, 15, 25, 27, 45, 75, 81, 125, 135)
 #: Samples of the frames of a convolution, at least: shorter ones overlap more, longer ones aren't faster.
 _SHORTEST_FRAME = 4096
 #: Half of a frame with a spectrum of its own: a quarter of the time in which a band swells or fades, within these
