@@ -21,6 +21,7 @@ from sbkit.data.noise_parts import (
     ringing,
     root_mean_square,
     slow_curve,
+    steady,
     swelling,
     tone,
     wave,
@@ -44,15 +45,15 @@ def _hiss(rng: _Rng, size: int, rate: int) -> np.ndarray:
 
 
 def _hum(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    cycles = glide(rng.uniform(40, 200) * (1 + 0.02 * slow_curve(rng, size, rate, 3)), rate)
+    phase = glide(rng.uniform(40, 200) * (1 + 0.02 * slow_curve(rng, size, rate, 3)), rate)
     harmonics = wave(rng.random(11) / np.arange(1, 12), rng.uniform(0, 6, 11))
-    return played(harmonics, cycles) + 0.1 * coloured(rng, size, lambda hertz: hertz ** -0.5 * 20, rate)
+    return played(harmonics, phase) + 0.1 * coloured(rng, size, lambda hertz: hertz ** -0.5 * 20, rate)
 
 
 def _engine(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    cycles = glide(rng.uniform(60, 400) * 2 ** (2 * slow_curve(rng, size, rate, rng.uniform(0.5, 4))), rate)
+    phase = glide(rng.uniform(60, 400) * 2 ** (2 * slow_curve(rng, size, rate, rng.uniform(0.5, 4))), rate)
     harmonics = wave(rng.random(8) / np.arange(1, 9) ** 0.5, rng.uniform(0, 6, 8))
-    return played(harmonics, cycles) + 0.1 * normal(rng, size)
+    return played(harmonics, phase) + 0.1 * normal(rng, size)
 
 
 def _wind(rng: _Rng, size: int, rate: int) -> np.ndarray:
@@ -99,9 +100,9 @@ def _printer(rng: _Rng, size: int, rate: int) -> np.ndarray:
 
 
 def _siren(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    swing = tone(np.arange(size) * (rng.uniform(0.3, 2) / rate), start=rng.uniform(0, 6))
-    cycles = glide(rng.uniform(500, 900) * 2 ** (0.4 * swing), rate)
-    return played(wave([1.0, 0.5, 0.3]), cycles) + 0.05 * normal(rng, size)
+    swing = tone(steady(rng.uniform(0.3, 2), size, rate), start=rng.uniform(0, 6))
+    phase = glide(rng.uniform(500, 900) * 2 ** (0.4 * swing), rate)
+    return played(wave([1.0, 0.5, 0.3]), phase) + 0.05 * normal(rng, size)
 
 
 def _vacuum(rng: _Rng, size: int, rate: int) -> np.ndarray:
@@ -109,7 +110,7 @@ def _vacuum(rng: _Rng, size: int, rate: int) -> np.ndarray:
     sound = coloured(rng, size, lambda hertz: np.sqrt(sum(shape(hertz) ** 2 for shape in resonances)), rate)
     loudness = 0.1 * root_mean_square(sound)
     for order, hertz in enumerate(rng.uniform(230, 290, 3).tolist(), 1):
-        sound += loudness * tone(np.arange(size) * (order * hertz / rate))
+        sound += loudness * tone(steady(order * hertz, size, rate))
     return sound
 
 

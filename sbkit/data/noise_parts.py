@@ -26,6 +26,8 @@ _HALF_FRAME = 0.25
 _HALF_FRAME_SECONDS = (0.016, 0.128)
 #: Samples from one point of a slow curve to the next; between them it is straight.
 _CURVE_STEP = 32
+#: A turn of a phase, whose whole turns uint32 forgets by itself.
+_TURN = 1 << 32
 #: Samples of a wave, from which the nearest is taken: the error of a tenth harmonic is 70 dB below it.
 _PERIOD = 1 << 16
 #: Octaves at which a random equaliser has its points, and its largest gain in decibels.
@@ -186,16 +188,22 @@ def slow_points(rng: Rng, size: int, rate: int, hertz: float, step: int) -> np.n
 # ---------------------------------------------------------------- tones
 
 
-def tone(cycles: np.ndarray, start: float = 0.0) -> np.ndarray:
-    """A sine [S] of loudness 1 after these cycles [S], from a phase in radians."""
-    phase = (2 * np.pi * _fraction(cycles)).astype(np.float32)
-    phase += start
-    return np.sin(phase, out=phase)
+def steady(hertz: float, size: int, rate: int) -> np.ndarray:
+    """The phase [size] of a tone in turns of 2 ** 32, beyond which uint32 begins again at 0."""
+    return np.arange(size, dtype=np.uint32) * np.uint32(round(hertz / rate * _TURN))
 
 
 def glide(hertz: np.ndarray, rate: int) -> np.ndarray:
-    """The cycles [S] of a tone whose frequency [S] changes."""
-    return np.cumsum(hertz, dtype=np.float64) / rate
+    """The phase [S] of a tone whose frequency [S] changes."""
+    return np.cumsum((hertz * (_TURN / rate)).astype(np.uint32), dtype=np.uint32)
+
+
+def tone(phase: np.ndarray, start: float = 0.0) -> np.ndarray:
+    """A sine [S] of loudness 1 with this phase [S], counted from one in radians."""
+    radians = phase.astype(np.float32)
+    radians *= 2 * np.pi / _TURN
+    radians += start
+    return np.sin(radians, out=radians)
 
 
 def wave(weights: np.ndarray | Sequence[float], starts: np.ndarray | float = 0.0) -> np.ndarray:
@@ -205,23 +213,18 @@ def wave(weights: np.ndarray | Sequence[float], starts: np.ndarray | float = 0.0
     return signal_of(spectrum, _PERIOD)
 
 
-def played(period: np.ndarray, cycles: np.ndarray) -> np.ndarray:
-    """The sound [S] of a wave after these cycles [S]."""
-    return period[(_fraction(cycles) * len(period)).astype(np.int32)]
+def played(period: np.ndarray, phase: np.ndarray) -> np.ndarray:
+    """The sound [S] of a wave with this phase [S]."""
+    return period[phase // np.uint32(_TURN // len(period))]
 
 
 def ringing(rng: Rng, rate: int, hertz: float, seconds: float) -> np.ndarray:
     """The sound of something that is hit: a decaying tone with noise."""
-    time = np.arange(int(5 * seconds * rate)) / rate
-    sound = tone(hertz * time)
-    sound += 0.5 * normal(rng, len(time))
-    sound *= np.exp((time / -seconds).astype(np.float32))
+    size = int(5 * seconds * rate)
+    sound = tone(steady(hertz, size, rate))
+    sound += 0.5 * normal(rng, size)
+    sound *= np.exp(np.arange(size, dtype=np.float32) / (-seconds * rate))
     return sound
-
-
-def _fraction(cycles: np.ndarray) -> np.ndarray:
-    """What is left of cycles without whole ones, which float32 would be too coarse to count."""
-    return cycles - np.floor(cycles)
 
 
 # ---------------------------------------------------------------- numbers

@@ -27,6 +27,7 @@ from sbkit.data.noise_parts import (
     root_mean_square,
     signal_of,
     slow_curve,
+    steady,
     swelling,
     tone,
     wave,
@@ -81,14 +82,13 @@ def clicks(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
 
 def tones(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     """One to three steady tones, on all the time or beeping, as a line, a device or a test signal has them."""
-    time = np.arange(size) / rate
     gate: np.ndarray | float = 1.0
     if rng.random() >= 0.4:
-        beeps = time * rng.uniform(0.3, 6) + rng.random()
-        gate = beeps - np.floor(beeps) < rng.uniform(0.1, 0.9)
+        beeps = steady(rng.uniform(0.3, 6), size, rate) + np.uint32(rng.integers(2 ** 32))
+        gate = beeps < rng.uniform(0.1, 0.9) * 2 ** 32
     sound = np.zeros(size, np.float32)
     for octaves in rng.uniform(np.log2(50), np.log2(0.45 * rate), rng.integers(1, 4)).tolist():
-        sound += tone(2 ** octaves * time, start=rng.uniform(0, 6))
+        sound += tone(steady(2 ** octaves, size, rate), start=rng.uniform(0, 6))
     sound *= gate
     return sound + float(rng.choice([0.0, 0.001])) * normal(rng, size)
 
@@ -118,7 +118,7 @@ def music(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
             audible = min(len(weights), int(np.ceil(0.5 * rate / hertz)) - 1)
             if audible not in waves:
                 waves[audible] = wave(weights[:audible])
-            sound[at:at + length] += envelope[:length] * played(waves[audible], hertz * time[:length])
+            sound[at:at + length] += envelope[:length] * played(waves[audible], steady(hertz, length, rate))
         hit = min(size - at, len(drum))
         sound[at:at + hit] += rng.uniform(0, 2) * drum[:hit]
     return sound
