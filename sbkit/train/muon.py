@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.speed import native_precision
+from sbkit.train import update_kernels
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,12 @@ class Muon(Optimizer):
                 return
             found_inf = None
         momenta = [state["momentum"] for state in states]
+        if update_kernels.available():
+            grads = [weight.grad for weight in weights if weight.grad is not None]
+            stored = [state["direction"] for state in states if stores_directions]
+            if update_kernels.fit(weights, grads, momenta, stored):
+                self._update_in_two_passes(group, weights, grads, states, due)
+                return
         updates = self._scaled_gradients(weights, momenta, found_inf)
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
 
@@ -163,6 +170,26 @@ class Muon(Optimizer):
         else:  # a list of factors would launch a kernel for each weight
             torch._foreach_add_(weights, torch._foreach_mul(directions, step_size))
 
+    def _update_in_two_passes(self, group: Mapping[str, Any], weights: Sequence[torch.Tensor],
+                              grads: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]],
+                              due: Sequence[bool]) -> None:
+        """Update matrices by kernels, one before orthogonalising and one after it."""
+        dtype = _dtype_of_products(weights[0].device)
+        work = _Stacks([(weight.shape[0], weight.shape[1:].numel()) if is_due else None
+                        for weight, is_due in zip(weights, due, strict=True)], dtype)
+        update_kernels.move_momenta(grads, [state["momentum"] for state in states], work.parts, dtype, self._divisor(),
+                                    group["momentum"], _TINY)
+        updates = work.orthogonalised()
+        rate = float(group["lr"])
+        update_kernels.move_weights(
+            weights, updates, work.factors, [state.get("direction") for state in states], work.result_dtype,
+            keep=1 - rate * group["weight_decay"], step=-rate * group["update_rms"])
+
+    def _divisor(self) -> float:
+        """Return what gradients are to be divided by."""
+        grad_scale = getattr(self, "grad_scale", None)
+        return 1.0 if grad_scale is None else float(grad_scale)
+
     def _scaled_gradients(self, weights: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor],
                           found_inf: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the gradients of matrices without the loss scale; of a skipped step, the momenta in their place, so
@@ -187,13 +214,20 @@ class Muon(Optimizer):
         if not parameters:
             return
         states = self._adamw_states(parameters)
+        grads = [parameter.grad for parameter in parameters]
+        found_inf = getattr(self, "found_inf", None)
+        if update_kernels.available() and update_kernels.fit(parameters, grads, *(state.values() for state in states)):
+            if found_inf is None or not found_inf > 0:
+                update_kernels.adamw(parameters, states, grads, self._divisor(), float(group["lr"]), group["betas"],
+                                     group["weight_decay"], group["eps"])
+            return
         beta1, beta2 = group["betas"]
-        adamw(parameters, [parameter.grad for parameter in parameters],
+        adamw(parameters, grads,
               exp_avgs=[state["exp_avg"] for state in states],
               exp_avg_sqs=[state["exp_avg_sq"] for state in states],
               max_exp_avg_sqs=[], state_steps=[state["step"] for state in states], fused=True, amsgrad=False,
               beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-              maximize=False, grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None))
+              maximize=False, grad_scale=getattr(self, "grad_scale", None), found_inf=found_inf)
 
     def _matrix_states(self, weights: Sequence[torch.Tensor], stores_directions: bool) -> list[dict[str, Any]]:
         """Return the states of matrices, with what they lack at its first value."""
@@ -316,18 +350,79 @@ def orthogonalise(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return results
 
 
-def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
-    """Return wide matrices (N, height, width) with their singular vectors, and values near 1 for their singular values.
+class _Stacks:
+    """The matrices that a step orthogonalises, those of a shape as one stack that this rank computes its share of.
 
-    Computed in bfloat16 if the device is fast at that: the iteration corrects its own errors.
+    shapes : of each matrix, height and width; None for one that isn't due
+    dtype : in which they are multiplied
     """
-    a, b, c = _COEFFICIENTS
+
+    def __init__(self, shapes: Sequence[tuple[int, int] | None], dtype: torch.dtype):
+        self.shapes = shapes
+        self.dtype = dtype
+        self.parts: list[torch.Tensor | None] = [None] * len(shapes)
+        """Of each matrix that this rank computes, its place in a stack."""
+        self.factors = [0.0 if shape is None else math.sqrt(max(shape)) for shape in shapes]
+        """What brings the root mean square of each orthogonalised matrix to 1."""
+        self._stacks: list[tuple[Sequence[int], torch.Tensor]] = []
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.result_dtype = dtype if self._world_size == 1 else torch.float32
+        """That of the results: ranks may multiply in different ones."""
+
+        indices_of: dict[tuple[int, int], list[int]] = {}
+        for index, shape in enumerate(shapes):
+            if shape is not None:
+                indices_of.setdefault(shape, []).append(index)
+        matrices_before = 0  # ranks take turns over the matrices of all shapes, so that they have equally many
+        for shape, indices in indices_of.items():
+            own = indices[(rank - matrices_before) % self._world_size::self._world_size]
+            matrices_before += len(indices)
+            if own:
+                stack = torch.empty(len(own), *shape, dtype=dtype)
+                self._stacks.append((own, stack))
+                for index, part in zip(own, stack.unbind(), strict=True):
+                    self.parts[index] = part
+
+    def orthogonalised(self) -> list[torch.Tensor | None]:
+        """Return all matrices, which have a norm of 1, orthogonalised; None for one that isn't due."""
+        results: list[torch.Tensor | None] = [None] * len(self.parts)
+        for own, stack in self._stacks:
+            for index, result in zip(own, iterate(stack).unbind(), strict=True):
+                results[index] = result
+        return results if self._world_size == 1 else self._shared(results)
+
+    def _shared(self, results: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return those of all ranks."""
+        lengths = [0 if shape is None else math.prod(shape) for shape in self.shapes]
+        flat = torch.zeros(sum(lengths), dtype=self.result_dtype)
+        for place, result in zip(flat.split(lengths), results, strict=True):
+            if result is not None:
+                place.copy_(result.flatten())
+        parts = ranks.sum_across(flat).split(lengths)
+        return [part if shape is not None else None for shape, part in zip(self.shapes, parts, strict=True)]
+
+
+def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
+    """Return matrices (N, height, width) with their singular vectors, and values near 1 for their singular values."""
     x = matrices / matrices.abs().amax((-2, -1), keepdim=True).clamp_min(_TINY)  # so that no square underflows
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1)
-    if native_precision(matrices.device) == "bf16":
-        x = x.to(torch.bfloat16)
+    return iterate(x.to(_dtype_of_products(matrices.device))).to(matrices.dtype)
+
+
+def _dtype_of_products(device: torch.device) -> torch.dtype:
+    """Return bfloat16 if the device is fast at that: the iteration corrects its own errors."""
+    return torch.bfloat16 if native_precision(device) == "bf16" else torch.float32
+
+
+def iterate(x: torch.Tensor) -> torch.Tensor:
+    """Return matrices (N, height, width), whose norms are at most 1, with values near 1 for their singular values."""
+    a, b, c = _COEFFICIENTS
+    is_tall = x.shape[-2] > x.shape[-1]
     for _ in range(_ITERATIONS):
-        gram = torch.bmm(x, x.mT)
+        gram = torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)
         # a x + (b gram + c gram^2) x
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.to(matrices.dtype)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        left, right = (x, polynomial) if is_tall else (polynomial, x)
+        x = torch.baddbmm(x, left, right, beta=a)
+    return x

@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from sbkit.nn.device_numbers import DeviceNumbers
+from sbkit.train import update_kernels
 
 
 def update(optimizers: Sequence[Optimizer], factor: torch.Tensor, max_norm: float | None,
@@ -68,6 +69,8 @@ def _norm_of(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
     """Return the norm of all gradients as one vector."""
     if not grads:
         return torch.zeros((), device=device)
+    if device.type == "cpu" and update_kernels.available() and update_kernels.fit(grads):
+        return torch.tensor(update_kernels.norm(grads), dtype=torch.float32)
     norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, error_if_nonfinite=False)
     if hasattr(norm, "full_tensor"):  # sharded parameters: the norm over all shards
         norm = norm.full_tensor()

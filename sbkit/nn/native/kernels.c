@@ -1,4 +1,5 @@
-/* The steps between the matrix products of a Conformer layer, each in one pass over memory, forward and backward.
+/* The steps between the matrix products of a Conformer layer, each in one pass over memory, forward and backward; and
+   the update of weights.
 
    The kernels are written once and compiled twice: for activations T in float (names end in _f32) and in bfloat16
    (_bf16). All arithmetic is in float. Rows are frames, columns are features. Each thread sums over its own rows first,
@@ -83,12 +84,60 @@ static void gather(float *restrict sums, int64_t columns, int threads) {
         for (int64_t j = 0; j < columns; j++) sums[j] += sums[t * columns + j];
 }
 
+/* The blocks of a list of tensors that a thread computes, and the one that it is at. */
+typedef struct {
+    const int64_t *lengths, *starts; /* the values of each tensor, and the blocks of all tensors before it */
+    int64_t next, end;               /* the next block, and the first one that is another thread's */
+    int64_t tensor;                  /* where the block is: its tensor, its first value there, its number of values */
+    int64_t first, size;
+    int64_t number; /* of the block, among those of all tensors */
+} Blocks;
+
+static inline Blocks own_blocks(const int64_t *lengths, const int64_t *starts, int64_t count) {
+    Blocks at = {.lengths = lengths, .starts = starts};
+    share(starts[count], &at.next, &at.end);
+    return at;
+}
+
+/* Moves on to the next block; 0 if there is none. */
+static inline int next_block(Blocks *at) {
+    if (at->next == at->end) return 0;
+    at->number = at->next++;
+    while (at->number >= at->starts[at->tensor + 1]) at->tensor++;
+    at->first = (at->number - at->starts[at->tensor]) * BLOCK;
+    const int64_t left = at->lengths[at->tensor] - at->first;
+    at->size = left < BLOCK ? left : BLOCK;
+    return 1;
+}
+
+#define LANES 32
+/* The sum of squares in double, where the square of a float can neither overflow nor vanish. Its order is fixed: that
+   of a reduction would follow from the processor, and ranks on several kinds would clip by other norms. */
+static double squares(const float *restrict x, int64_t size) {
+    double lanes[LANES] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+#pragma omp simd
+        for (int64_t j = 0; j < LANES; j++) lanes[j] += (double)x[i + j] * x[i + j];
+    for (int64_t j = 0; i < size; i++, j++) lanes[j] += (double)x[i] * x[i];
+    for (int64_t j = 0; j < LANES; j++) sum += lanes[j];
+    return sum;
+}
+
+static inline double power(double base, int64_t exponent) {
+    double result = 1;
+    for (; exponent > 0; exponent >>= 1, base *= base)
+        if (exponent & 1) result *= base;
+    return result;
+}
+
 #define T float
 #define OUT(name) name##_f32
 #define LOAD(x) (x)
 #define STORE(x) (x)
 #include "rows.h"
 #include "frames.h"
+#include "update.h"
 #undef T
 #undef OUT
 #undef LOAD
@@ -100,3 +149,4 @@ static void gather(float *restrict sums, int64_t columns, int threads) {
 #define STORE(x) to_bf16(x)
 #include "rows.h"
 #include "frames.h"
+#include "update.h"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from torch._subclasses import FakeTensor
 from sbkit.errors import SbkitError
 from sbkit.system.compiled import Unavailable, cached_library, find_compiler, run_compiler
 
-SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "rows.h", "frames.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "rows.h", "frames.h", "update.h")]
 #: Most columns that the kernels take.
 WIDEST = 8192
+#: Values of a tensor that a thread updates at a time.
+BLOCK = 4096
 #: Without -ffast-math, which would break NaN and infinity.
 FLAGS = ["-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps", "-fopenmp",
-         "-fPIC", "-fvisibility=hidden", f"-DWIDEST={WIDEST}"]
+         "-fPIC", "-fvisibility=hidden", f"-DWIDEST={WIDEST}", f"-DBLOCK={BLOCK}"]
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
 
@@ -35,9 +37,9 @@ class DropoutStruct(Structure):
     _fields_ = [("one", c_void_p), ("other", c_void_p), ("odd", c_int32), ("lowest", c_int32), ("factor", c_float)]
 
 
-_SIZES = [c_int64, c_int64, c_int]  # rows, columns, threads
 _DROP = POINTER(DropoutStruct)
-_ARGUMENTS: dict[str, list[Any]] = {
+# What kernels over rows take, before the numbers of rows, columns and threads.
+_OF_ROWS: dict[str, list[Any]] = {
     "norm_forward": [c_void_p, c_int, c_void_p, c_void_p, c_float, c_int, c_float, _DROP, *[c_void_p] * 3],
     "norm_backward": [*[c_void_p] * 2, c_int, c_void_p, c_void_p, c_int, c_float, _DROP, *[c_void_p] * 5],
     "silu_forward": [c_void_p, c_void_p, _DROP, c_void_p],
@@ -55,6 +57,16 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "softmax_forward": [*[c_void_p] * 4, _DROP, c_void_p, c_int64],
     "softmax_backward": [*[c_void_p] * 2, _DROP, c_void_p, c_void_p, c_int64],
 }
+# What kernels over lists of tensors take, before lengths, starts, and the numbers of tensors and threads.
+_OF_TENSORS: dict[str, list[Any]] = {
+    "sum_squares": [c_void_p, c_void_p],
+    "momentum": [*[c_void_p] * 3, c_float, c_double, c_double, c_void_p],
+    "move": [*[c_void_p] * 4, c_float, c_float],
+    "adamw": [*[c_void_p] * 5, c_float, *[c_double] * 5],
+}
+_ARGUMENTS: dict[str, list[Any]] = {
+    **{name: [*arguments, c_int64, c_int64, c_int] for name, arguments in _OF_ROWS.items()},
+    **{name: [*arguments, c_void_p, c_void_p, c_int64, c_int] for name, arguments in _OF_TENSORS.items()}}
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 _functions: dict[tuple[str, torch.dtype], Any] = {}
@@ -80,7 +92,7 @@ def load() -> str | None:
         for name, arguments in _ARGUMENTS.items():
             for dtype, suffix in _SUFFIX.items():
                 function = getattr(library, f"{name}_{suffix}")
-                function.argtypes, function.restype = [*arguments, *_SIZES], None
+                function.argtypes, function.restype = arguments, None
                 functions[name, dtype] = function
     except Exception as error:  # the kernels are optional, so no failure may end a run
         return str(error) or type(error).__name__

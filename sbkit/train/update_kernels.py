@@ -1,0 +1,99 @@
+"""Updates of weights by compiled kernels, on CPUs: one pass over all gradients for their norm, and one that updates.
+
+A kernel takes all tensors of a list in one call. ``fit`` says whether it can; otherwise torch computes the same, in a
+pass for each operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from ctypes import c_double, c_float, c_int64, c_void_p
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbkit.nn.native import library
+from sbkit.train.distributed import ranks
+
+_agreed: bool | None = None  # whether every rank has the kernels; None: not asked yet
+
+
+def available() -> bool:
+    """Return whether the kernels are loaded, on all ranks.
+
+    All ranks call it together, since the first call asks them: ranks that round differently would no longer have the
+    same weights.
+    """
+    global _agreed
+    if ranks.world_size() == 1:
+        return library.loaded()
+    if _agreed is None:
+        _agreed = not ranks.any_of({"missing": not library.loaded()})["missing"]
+    return _agreed
+
+
+def fit(*lists: Iterable[Tensor]) -> bool:
+    """Return whether kernels take tensors: float32 ones on the CPU without gaps, neither sharded nor fake."""
+    return all(
+        type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is torch.float32 and tensor.is_cpu
+        and tensor.is_contiguous() for tensors in lists for tensor in tensors)
+
+
+def norm(grads: Sequence[Tensor]) -> float:
+    """Return the norm of all gradients as one vector."""
+    blocks = _Blocks(grads)
+    sums = (c_double * blocks.count)()
+    library.call("sum_squares", torch.float32, _addresses(grads), sums, *blocks.arguments)
+    return math.sqrt(sum(sums))
+
+
+def move_momenta(grads: Sequence[Tensor], momenta: Sequence[Tensor], ahead: Sequence[Tensor | None],
+                 dtype: torch.dtype, divisor: float, momentum: float, tiny: float) -> None:
+    """Let momenta follow gradients that are to be divided by ``divisor``.
+
+    ahead : for some of them a tensor in ``dtype``, which becomes Nesterov's momentum, divided by its norm, or by
+        ``tiny`` if that is larger
+    """
+    blocks = _Blocks(grads)
+    sums = (c_double * blocks.count)()
+    library.call("momentum", dtype, _addresses(grads), _addresses(momenta), _addresses(ahead), divisor, momentum, tiny,
+                 sums, *blocks.arguments)
+
+
+def move_weights(weights: Sequence[Tensor], updates: Sequence[Tensor | None], factors: Sequence[float],
+                 directions: Sequence[Tensor | None], dtype: torch.dtype, keep: float, step: float) -> None:
+    """Multiply weights by ``keep``, and add their directions times ``step``.
+
+    updates : for some weights a tensor in ``dtype``, which times its factor is the new direction
+    directions : where directions are stored; None for a weight whose direction is not
+    """
+    library.call("move", dtype, _addresses(weights), _addresses(updates), (c_float * len(factors))(*factors),
+                 _addresses(directions), keep, step, *_Blocks(weights).arguments)
+    torch.autograd.graph.increment_version(weights)  # so that a backward through earlier values is an error
+
+
+def adamw(weights: Sequence[Tensor], states: Sequence[dict[str, Any]], grads: Sequence[Tensor], divisor: float,
+          lr: float, betas: tuple[float, float], weight_decay: float, eps: float) -> None:
+    """Take a step of AdamW on gradients that are to be divided by ``divisor``."""
+    columns = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
+    library.call("adamw", torch.float32, *map(_addresses, (weights, grads, *columns)), divisor, lr, *betas,
+                 weight_decay, eps, *_Blocks(weights).arguments)
+    torch.autograd.graph.increment_version(weights)
+
+
+class _Blocks:
+    """The blocks that kernels divide tensors into, among threads."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        lengths = [tensor.numel() for tensor in tensors]
+        starts = [0, *accumulate(-(-length // library.BLOCK) for length in lengths)]
+        self.count = starts[-1]
+        self.arguments = ((c_int64 * len(lengths))(*lengths), (c_int64 * len(starts))(*starts), len(lengths),
+                          torch.get_num_threads())
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> Any:  # an array of ctypes, whose type has no name
+    return (c_void_p * len(tensors))(*[None if tensor is None else tensor.data_ptr() for tensor in tensors])
