@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.speed import native_precision
 from sbkit.train import update_kernels
 from sbkit.train.distributed import ranks
+from sbkit.train.orthogonal import TINY, Stacks, dtype_of_products, orthogonalise
 
 logger = logging.getLogger(__name__)
 
 #: Layers whose weight is a matrix; a convolution's has a column for each input channel and tap.
 _MATRIX_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
-#: Coefficients of an iteration that takes singular values in [0.002, 1] to [0.65, 1.25] in five steps.
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_ITERATIONS = 5
-#: A matrix without a larger element goes to 0.
-_TINY = 1e-30
 #: Names that options of groups have in checkpoints of earlier versions.
 _GROUP_NAMES = {"strength": "update_rms", "every": "orthogonalize_every"}
 
@@ -174,15 +167,15 @@ class Muon(Optimizer):
                               grads: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]],
                               due: Sequence[bool]) -> None:
         """Update matrices by kernels, one before orthogonalising and one after it."""
-        dtype = _dtype_of_products(weights[0].device)
-        work = _Stacks([(weight.shape[0], weight.shape[1:].numel()) if is_due else None
-                        for weight, is_due in zip(weights, due, strict=True)], dtype)
-        update_kernels.move_momenta(grads, [state["momentum"] for state in states], work.parts, dtype, self._divisor(),
-                                    group["momentum"], _TINY)
-        updates = work.orthogonalised()
+        dtype = dtype_of_products(weights[0].device)
+        stacks = Stacks([(weight.shape[0], weight.shape[1:].numel()) if is_due else None
+                         for weight, is_due in zip(weights, due, strict=True)], dtype)
+        update_kernels.move_momenta(grads, [state["momentum"] for state in states], stacks.parts, dtype,
+                                    self._divisor(), group["momentum"], TINY)
+        updates = stacks.orthogonalised()
         rate = float(group["lr"])
         update_kernels.move_weights(
-            weights, updates, work.factors, [state.get("direction") for state in states], work.result_dtype,
+            weights, updates, stacks.factors, [state.get("direction") for state in states], stacks.result_dtype,
             keep=1 - rate * group["weight_decay"], step=-rate * group["update_rms"])
 
     def _divisor(self) -> float:
@@ -305,124 +298,3 @@ def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
         renamed = {_GROUP_NAMES.get(name, name): value for name, value in saved.items()}
         groups.append({**group, **renamed})
     return {**state, "param_groups": groups}
-
-
-def orthogonalise(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors (height, ...) as orthogonalised matrices, scaled to a root mean square of 1, in the same shapes.
-
-    Matrices of one size, wide or tall, are computed together. Each is computed by one rank, so that all ranks get the
-    same bits even on different processors.
-    """
-    indices_of: dict[torch.Size, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        indices_of.setdefault(tensor.shape, []).append(index)
-    shapes_of: dict[tuple[int, ...], list[torch.Size]] = {}
-    for shape in indices_of:
-        size = tuple(sorted((shape[0], shape[1:].numel())))
-        shapes_of.setdefault(size, []).append(shape)
-
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    matrices_before = 0  # ranks take turns over the matrices of all sizes, so that they have equally many
-    results = list(tensors)
-    for (height, width), shapes in shapes_of.items():
-        stacks = []  # of each shape (N, height, width)
-        for shape in shapes:
-            stack = torch.stack([tensors[index] for index in indices_of[shape]]).flatten(2)
-            stacks.append(stack.mT if shape[0] > height else stack)
-        matrices = torch.cat(stacks) if len(stacks) > 1 else stacks[0].contiguous()
-
-        of_this_rank = slice((rank - matrices_before) % world_size, None, world_size)
-        matrices_before += len(matrices)
-        orthogonal = newton_schulz(matrices[of_this_rank])
-        if world_size > 1:
-            shared = torch.zeros_like(matrices)
-            shared[of_this_rank] = orthogonal
-            orthogonal = ranks.sum_across(shared)
-        orthogonal.mul_(math.sqrt(width))
-
-        parts = orthogonal.split([len(indices_of[shape]) for shape in shapes])
-        for shape, part in zip(shapes, parts, strict=True):
-            if shape[0] > height:
-                part = part.mT.contiguous()
-            for index, result in zip(indices_of[shape], part.view(-1, *shape), strict=True):
-                results[index] = result
-    return results
-
-
-class _Stacks:
-    """The matrices that a step orthogonalises, those of a shape as one stack that this rank computes its share of.
-
-    shapes : of each matrix, height and width; None for one that isn't due
-    dtype : in which they are multiplied
-    """
-
-    def __init__(self, shapes: Sequence[tuple[int, int] | None], dtype: torch.dtype):
-        self.shapes = shapes
-        self.dtype = dtype
-        self.parts: list[torch.Tensor | None] = [None] * len(shapes)
-        """Of each matrix that this rank computes, its place in a stack."""
-        self.factors = [0.0 if shape is None else math.sqrt(max(shape)) for shape in shapes]
-        """What brings the root mean square of each orthogonalised matrix to 1."""
-        self._stacks: list[tuple[Sequence[int], torch.Tensor]] = []
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.result_dtype = dtype if self._world_size == 1 else torch.float32
-        """That of the results: ranks may multiply in different ones."""
-
-        indices_of: dict[tuple[int, int], list[int]] = {}
-        for index, shape in enumerate(shapes):
-            if shape is not None:
-                indices_of.setdefault(shape, []).append(index)
-        matrices_before = 0  # ranks take turns over the matrices of all shapes, so that they have equally many
-        for shape, indices in indices_of.items():
-            own = indices[(rank - matrices_before) % self._world_size::self._world_size]
-            matrices_before += len(indices)
-            if own:
-                stack = torch.empty(len(own), *shape, dtype=dtype)
-                self._stacks.append((own, stack))
-                for index, part in zip(own, stack.unbind(), strict=True):
-                    self.parts[index] = part
-
-    def orthogonalised(self) -> list[torch.Tensor | None]:
-        """Return all matrices, which have a norm of 1, orthogonalised; None for one that isn't due."""
-        results: list[torch.Tensor | None] = [None] * len(self.parts)
-        for own, stack in self._stacks:
-            for index, result in zip(own, iterate(stack).unbind(), strict=True):
-                results[index] = result
-        return results if self._world_size == 1 else self._shared(results)
-
-    def _shared(self, results: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return those of all ranks."""
-        lengths = [0 if shape is None else math.prod(shape) for shape in self.shapes]
-        flat = torch.zeros(sum(lengths), dtype=self.result_dtype)
-        for place, result in zip(flat.split(lengths), results, strict=True):
-            if result is not None:
-                place.copy_(result.flatten())
-        parts = ranks.sum_across(flat).split(lengths)
-        return [part if shape is not None else None for shape, part in zip(self.shapes, parts, strict=True)]
-
-
-def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
-    """Return matrices (N, height, width) with their singular vectors, and values near 1 for their singular values."""
-    x = matrices / matrices.abs().amax((-2, -1), keepdim=True).clamp_min(_TINY)  # so that no square underflows
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1)
-    return iterate(x.to(_dtype_of_products(matrices.device))).to(matrices.dtype)
-
-
-def _dtype_of_products(device: torch.device) -> torch.dtype:
-    """Return bfloat16 if the device is fast at that: the iteration corrects its own errors."""
-    return torch.bfloat16 if native_precision(device) == "bf16" else torch.float32
-
-
-def iterate(x: torch.Tensor) -> torch.Tensor:
-    """Return matrices (N, height, width), whose norms are at most 1, with values near 1 for their singular values."""
-    a, b, c = _COEFFICIENTS
-    is_tall = x.shape[-2] > x.shape[-1]
-    for _ in range(_ITERATIONS):
-        gram = torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)
-        # a x + (b gram + c gram^2) x
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        left, right = (x, polynomial) if is_tall else (polynomial, x)
-        x = torch.baddbmm(x, left, right, beta=a)
-    return x

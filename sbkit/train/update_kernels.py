@@ -37,9 +37,12 @@ def available() -> bool:
 
 def fit(*lists: Iterable[Tensor]) -> bool:
     """Return whether kernels take tensors: float32 ones on the CPU without gaps, neither sharded nor fake."""
-    return all(
-        type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is torch.float32 and tensor.is_cpu
-        and tensor.is_contiguous() for tensors in lists for tensor in tensors)
+    for tensors in lists:
+        for tensor in tensors:
+            is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is torch.float32
+            if not (is_plain and tensor.is_cpu and tensor.is_contiguous()):
+                return False
+    return True
 
 
 def norm(grads: Sequence[Tensor]) -> float:

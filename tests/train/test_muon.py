@@ -18,9 +18,10 @@ from toys import ToyTrainLoader, brain, layers
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.rehearsal import fake_gpu
-from sbkit.train import muon
+from sbkit.train import muon, orthogonal
 from sbkit.train.distributed import ranks, sharding
-from sbkit.train.muon import Muon, newton_schulz, orthogonalise
+from sbkit.train.muon import Muon
+from sbkit.train.orthogonal import newton_schulz, orthogonalise
 
 ROOT = Path(__file__).parents[2]
 
@@ -355,7 +356,7 @@ def direct_as_one_of(shapes, unlike):
         computed.append(len(matrices))
         return newton_schulz(matrices) * (1 + unlike * ranks.rank())
 
-    muon.newton_schulz = here
+    orthogonal.newton_schulz = here
     if ranks.launched():
         ranks.init(torch.device("cpu"))
     return orthogonalise([drawn(*shape, seed=i) for i, shape in enumerate(shapes)]), sum(computed)
@@ -365,7 +366,7 @@ def direct_as_one_of(shapes, unlike):
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_share_the_work_and_have_the_same_bits_whatever_their_processors(world, monkeypatch):
     shapes = [(8, 8)] * 4 + [(8, 20)] + [(8, 24), (24, 8)]
-    monkeypatch.setattr(muon, "newton_schulz", newton_schulz)  # to have it back
+    monkeypatch.setattr(orthogonal, "newton_schulz", newton_schulz)  # to have it back
     alone, _ = direct_as_one_of(shapes, 0)
     exact = results(direct_as_one_of, shapes, 0, world=world)
     unlike = results(direct_as_one_of, shapes, 1e-3, world=world)
