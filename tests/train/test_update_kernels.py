@@ -307,17 +307,17 @@ def test_runs_in_bfloat16_stay_stable_however_small_singular_values_are(power):
 
 def steps_on_a_rank(every, lacks_kernels):
     """Values after steps on the same gradients, and which kernels were called."""
-    patch = pytest.MonkeyPatch()
-    for module in ("sbkit.train.muon", "sbkit.train.orthogonal"):
-        patch.setattr(f"{module}.dtype_of_products", lambda device: torch.float32)
-    calls = counted(patch)
-    if ranks.launched():
-        ranks.init(CPU)
-    library.load()
-    side = Trained(True, orthogonalize_every=every)
-    side.load = library.unload if lacks_kernels and ranks.rank() == 1 else library.load
-    for step in range(5):
-        side.step(step, bad=math.nan if step == 2 else None)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("sbkit.train.muon", "sbkit.train.orthogonal"):
+            patch.setattr(f"{module}.dtype_of_products", lambda device: torch.float32)
+        calls = counted(patch)
+        if ranks.launched():
+            ranks.init(CPU)
+        library.load()
+        side = Trained(True, orthogonalize_every=every)
+        side.load = library.unload if lacks_kernels and ranks.rank() == 1 else library.load
+        for step in range(5):
+            side.step(step, bad=math.nan if step == 2 else None)
     return side.values(), sorted(set(calls))
 
 
