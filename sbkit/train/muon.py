@@ -132,13 +132,12 @@ class Muon(Optimizer):
                 return
             found_inf = None
         momenta = [state["momentum"] for state in states]
-        if update_kernels.available():
-            grads = [weight.grad for weight in weights if weight.grad is not None]
-            stored = [state["direction"] for state in states if stores_directions]
-            if update_kernels.fit(weights, grads, momenta, stored):
-                self._update_in_two_passes(group, weights, grads, states, due)
-                return
-        updates = self._scaled_gradients(weights, momenta, found_inf)
+        grads = [weight.grad for weight in weights if weight.grad is not None]  # all have one, see ``_turns``
+        stored = [state["direction"] for state in states] if stores_directions else []
+        if _have_kernels(weights, grads, momenta, stored):
+            self._update_in_two_passes(group, weights, grads, states, due)
+            return
+        updates = self._scaled_gradients(grads, momenta, found_inf)
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
 
         due_updates = [update for update, is_due in zip(updates, due, strict=True) if is_due]
@@ -183,13 +182,12 @@ class Muon(Optimizer):
         grad_scale = getattr(self, "grad_scale", None)
         return 1.0 if grad_scale is None else float(grad_scale)
 
-    def _scaled_gradients(self, weights: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor],
+    def _scaled_gradients(self, grads: list[torch.Tensor], momenta: Sequence[torch.Tensor],
                           found_inf: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the gradients of matrices without the loss scale; of a skipped step, the momenta in their place, so
         that momenta don't change."""
-        grads = [weight.grad for weight in weights if weight.grad is not None]  # all have one, see ``_turns``
         grad_scale = getattr(self, "grad_scale", None)
-        if in_host_memory(weights[0]):  # a list takes as long there as one tensor, and a copy takes longer
+        if in_host_memory(grads[0]):  # a list takes as long there as one tensor, and a copy takes longer
             return grads if grad_scale is None else list(torch._foreach_div(grads, grad_scale))
 
         # On a GPU each tensor is a kernel to launch, so they are one.
@@ -198,7 +196,7 @@ class Muon(Optimizer):
             flat.div_(grad_scale)
         if found_inf is not None:
             flat = torch.where(found_inf > 0, _flatten_dense_tensors(momenta), flat)
-        return list(_unflatten_dense_tensors(flat, weights))
+        return list(_unflatten_dense_tensors(flat, grads))
 
     def _update_others(self, group: Mapping[str, Any]) -> None:
         """Update the parameters of a group that are no matrices and have a gradient, as AdamW does."""
@@ -207,9 +205,9 @@ class Muon(Optimizer):
         if not parameters:
             return
         states = self._adamw_states(parameters)
-        grads = [parameter.grad for parameter in parameters]
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         found_inf = getattr(self, "found_inf", None)
-        if update_kernels.available() and update_kernels.fit(parameters, grads, *(state.values() for state in states)):
+        if _have_kernels(parameters, grads, *(state.values() for state in states)):
             if found_inf is None or not found_inf > 0:
                 update_kernels.adamw(parameters, states, grads, self._divisor(), float(group["lr"]), group["betas"],
                                      group["weight_decay"], group["eps"])
@@ -256,6 +254,11 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
     """Whether the host computes on a tensor itself, so that it can read values without waiting, and launches nothing.
     """
     return tensor.device.type == "cpu"
+
+
+def _have_kernels(weights: Sequence[torch.Tensor], *others: Iterable[torch.Tensor]) -> bool:
+    """Whether there are kernels for weights and the other tensors of their update."""
+    return in_host_memory(weights[0]) and update_kernels.available() and update_kernels.fit(weights, *others)
 
 
 def _matrices_of(modules: Sequence[nn.Module]) -> set[int]:

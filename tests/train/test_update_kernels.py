@@ -297,12 +297,21 @@ def test_runs_in_bfloat16_stay_stable_however_small_singular_values_are(power):
     right, _ = torch.linalg.qr(drawn(256, 64, seed=1))
     values = torch.arange(1, 65.0) ** -power
     matrices = (left * (values / values.norm()) @ right.T)[None]
-    found = iterate_squares(matrices.bfloat16())
-    expected = newton_schulz(matrices)
-    assert torch.linalg.matrix_norm(found.float(), 2) < 1.3
+
+    def error(found):
+        return (found - exact).norm() / exact.norm()
+
     exact = iterate_squares(matrices.double())
-    error = (found - exact).norm() / exact.norm()
-    assert error < 0.01 + 1.3 * (expected - exact).norm() / exact.norm()
+    found = iterate_squares(matrices.bfloat16())
+    assert torch.linalg.matrix_norm(found.float(), 2) < 1.3
+    # What is too small for bfloat16 has errors with single iterations too.
+    assert error(found) < 0.06 + error(one_by_one(matrices.bfloat16()))
+
+
+def one_by_one(matrices):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sbkit.train.orthogonal._RUNS", (1,) * 5)
+        return iterate_squares(matrices)
 
 
 def steps_on_a_rank(every, lacks_kernels):
