@@ -95,7 +95,7 @@ def iterate_squares(x: torch.Tensor) -> torch.Tensor:
     runs = _RUNS if max(height, width) >= _LONG * min(height, width) else [1] * _ITERATIONS
     for iterations in runs:
         gram = torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)
-        # P(G) - a I, as adding a to small values would round them, except where there is no other way
+        # This is P(G) - a I, whose values are small; with a on its diagonal they would be rounded once more.
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         if iterations == 1:
             x = torch.baddbmm(x, x, polynomial, beta=a) if is_tall else torch.baddbmm(x, polynomial, x, beta=a)
@@ -155,7 +155,8 @@ class Stacks:
         for own, stack in self._stacks:
             for index, result in zip(own, iterate_squares(stack).unbind(), strict=True):
                 results[index] = result
-        return results if self._world_size == 1 else self._shared(results)
+        is_shared = self._world_size > 1 and any(self.shapes)
+        return self._shared(results) if is_shared else results
 
     def _shared(self, results: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return those of all ranks."""

@@ -73,6 +73,7 @@ def move_weights(weights: Sequence[Tensor], updates: Sequence[Tensor | None], fa
     updates : for some weights a tensor in ``dtype``, which times its factor is the new direction
     directions : where directions are stored; None for a weight whose direction is not
     """
+    assert all(update is None or (update.dtype == dtype and update.is_contiguous()) for update in updates)
     library.call("move", dtype, _addresses(weights), _addresses(updates), (c_float * len(factors))(*factors),
                  _addresses(directions), keep, step, *_Blocks(weights).arguments)
     torch.autograd.graph.increment_version(weights)  # so that a backward through earlier values is an error
