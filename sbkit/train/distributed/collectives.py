@@ -15,6 +15,7 @@ from speechbrain.utils.distributed import MainProcessContext
 
 from sbkit.train.distributed import place
 from sbkit.train.distributed.run_group import group
+from sbkit.train.distributed.sums import PendingSum
 
 T = TypeVar("T")
 
@@ -63,8 +64,19 @@ def sum_across(tensor: torch.Tensor) -> torch.Tensor:
     if place.is_alone():
         return tensor
     summed = tensor.clone()
-    dist.all_reduce(summed, group=group.cpu_group() if summed.device.type == "cpu" else None)
+    sum_in_place(summed)
     return summed
+
+
+def sum_in_place(tensor: torch.Tensor) -> None:
+    """Replace a tensor by its sum over ranks."""
+    if not place.is_alone():
+        group.sums.add(tensor)
+
+
+def start_sum(tensor: torch.Tensor) -> PendingSum:
+    """Begin to replace a tensor by its sum over all ranks; until that is waited for, nobody may use the tensor."""
+    return group.sums.start(tensor)
 
 
 @torch.no_grad()

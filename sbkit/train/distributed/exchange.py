@@ -42,6 +42,7 @@ from torch.nn import Parameter
 
 from sbkit.errors import SbkitError
 from sbkit.train.distributed import ranks
+from sbkit.train.distributed.sums import PendingSum
 
 #: The least size of a bucket, as in DDP, and that of the first one, which is sent while most of the model is to come.
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20
@@ -79,7 +80,7 @@ class _Bucket:
     views: list[torch.Tensor]  # of the parameters' gradients into ``flat``
     members: frozenset[int]  # the parameters' positions
     waiting: set[int]  # those without a gradient from this backward yet
-    work: dist.Work | None = field(default=None, repr=False)  # once it is sent
+    work: PendingSum | None = field(default=None, repr=False)  # once it is sent
 
     @classmethod
     def of(cls, parameters: list[Parameter], members: Sequence[int]) -> _Bucket:
@@ -216,7 +217,7 @@ class GradientExchange:
         self._sent += 1
         if bucket.take_gradients():
             self.missed = True
-        bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+        bucket.work = ranks.start_sum(bucket.flat)
 
     # ------------------------------------------------------------ at its end
 

@@ -38,6 +38,9 @@ it waits for a key of the store     ``end_if_peer_failed``, between two looks, a
 it is in a collective of gloo       the collective raises a ``RuntimeError`` when the failed process is gone, and
                                     ``failing_together`` looks into the store. If nobody has written there, the
                                     process was killed: this rank fails, too, and says so
+it waits in a sum in shared memory  every 0.1 s (``shared_sums.LOOK_SECONDS``) it looks whether the processes that it
+                                    waits for have ended. If so, it raises ``PeerGone``, and all is as with gloo.
+                                    Otherwise ``end_if_peer_failed``, as where it waits for a key
 it is where nothing ends its wait   a thread looks every 0.5 s (``WATCH_SECONDS``), waits 4 s (``PATIENCE_SECONDS``)
 (a collective of NCCL, the store)   for one of the above, then ends the process (``ending.exit_now``), after a
                                     checkpoint that is being written
@@ -80,6 +83,10 @@ class PeerFailed(SystemExit):
     """Ends this rank without a message, because another rank failed and prints one."""
 
 
+class PeerGone(RuntimeError):
+    """The process of another rank, which this one waited for, has ended."""
+
+
 class Failures:
     """What this process knows of failures in its group, and what it does about them."""
 
@@ -108,7 +115,7 @@ class Failures:
             launcher.exit_if_orphaned()
             if isinstance(error, RuntimeError):
                 self._end_if_caused_by_peer(error)
-                if "gloo/transport" in str(error):
+                if isinstance(error, PeerGone) or "gloo/transport" in str(error):
                     lost = SbkitError(
                         f"lost the connection to another rank ({first_line(error)})", exit_code=1,
                         hint="if no other message explains it, its process was killed or its machine is down; "
@@ -119,7 +126,7 @@ class Failures:
             raise
 
     def _end_if_caused_by_peer(self, error: RuntimeError) -> None:
-        """End silently if another rank has failed, after which gloo's collectives raise such errors."""
+        """End silently if another rank has failed, after which collectives raise such errors."""
         code = None
         if place.connected():
             with suppress(RuntimeError):  # the store has gone as well

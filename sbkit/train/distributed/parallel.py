@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from speechbrain.processing.features import InputNormalization
 from torch import nn
 
@@ -95,7 +94,7 @@ class Replicated(Single):
         self.exchange.finish()
 
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(sums)
+        ranks.sum_in_place(sums)
         return sums
 
     @property
@@ -132,7 +131,7 @@ class Sharded(Single):
         self.divided_by = ranks.world_size()  # its gradients are means over ranks
 
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(sums)
+        ranks.sum_in_place(sums)
         return sums
 
     @contextlib.contextmanager

@@ -5,6 +5,8 @@
 ``run_group.py``    the process group as one object, which is joined, met in, and left
 ``joining.py``      how the processes find each other before that
 ``collectives.py``  what ranks do together
+``sums.py``         how tensors are summed: by gloo or NCCL; ``shared_sums.py``: in memory that the ranks of one machine
+                    share, where they train on its CPU; ``shared_memory.py``: how they get and prove it
 ``failures.py``     how the failure of one rank ends all: who writes which key, who reads it, and in what time
 ``ending.py``       how a process ends at once, after pending writes
 ``launcher.py``     how a process ends whose torchrun is gone
@@ -18,7 +20,9 @@ from sbkit.train.distributed.collectives import (
     barrier,
     gather_objects,
     run_on_main,
+    start_sum,
     sum_across,
+    sum_in_place,
     take_from_main,
 )
 from sbkit.train.distributed.failures import PeerFailed
@@ -27,8 +31,8 @@ from sbkit.train.distributed.run_group import group
 
 __all__ = [
     "PeerFailed", "any_of", "barrier", "connected", "cpu_group", "end_together", "failing_together", "gather_objects",
-    "init", "is_alone", "is_main", "launched", "raise_on_main", "rank", "run_on_main", "shutdown", "sum_across",
-    "take_from_main", "world_size",
+    "init", "is_alone", "is_main", "launched", "raise_on_main", "rank", "run_on_main", "shutdown", "start_sum",
+    "sum_across", "sum_in_place", "take_from_main", "world_size",
 ]
 
 init = group.join

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+import weakref
 from collections import Counter
 from typing import NoReturn
 
@@ -20,6 +21,8 @@ import torch.distributed as dist
 
 from sbkit.train.distributed import ending, joining, launcher, place
 from sbkit.train.distributed.failures import Failures
+from sbkit.train.distributed.shared_sums import SharedSums, shared_sums
+from sbkit.train.distributed.sums import Sums, TorchSums
 
 # The first pause while waiting for other ranks, which usually arrive soon; each further one is longer.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.5
@@ -37,6 +40,9 @@ class RunGroup:
         self.failures = Failures()
         self._joined_here = False  # by ``join``, so that ``shutdown`` leaves it
         self._cpu_group: dist.ProcessGroup | None = None
+        self._torch_sums = TorchSums(self.cpu_group)
+        self._shared_sums: SharedSums | None = None
+        self._shared_by: weakref.ref[dist.ProcessGroup] | None = None  # the group whose ranks share memory, or can't
         self._keys: Counter[str] = Counter()  # how many keys of each kind ``new_key`` has made
 
     # ------------------------------------------------------------ joining and leaving
@@ -56,6 +62,8 @@ class RunGroup:
             joining.join(device, backend)
             self._joined_here = True
         self.failures.watch()
+        if device.type == "cpu" and place.world_size() > 1 and dist.get_backend() == "gloo":
+            self._share_sums()
 
     def shutdown(self) -> None:
         """Leave the process group that ``join`` joined; if a rank has failed, only at the end of the process."""
@@ -67,6 +75,22 @@ class RunGroup:
         self._keys.clear()
         self.failures.forget()
 
+    def _share_sums(self) -> None:
+        """Have the ranks of this group sum in shared memory, if they can."""
+        joined = dist.group.WORLD
+        assert joined is not None
+        if self._shared_by is not None and self._shared_by() is joined:
+            return
+        self._stop_sharing()
+        self._shared_by = weakref.ref(joined)
+        self._shared_sums = shared_sums(self.failures, self._torch_sums)
+
+    def _stop_sharing(self) -> None:
+        if self._shared_sums is not None:
+            self._shared_sums.close()
+        self._shared_sums = None
+        self._shared_by = None
+
     def _leave(self) -> None:
         """Leave the process group, after its threads have ended.
 
@@ -75,6 +99,7 @@ class RunGroup:
         it is destroyed only when nothing refers to it.
         """
         self._cpu_group = None
+        self._stop_sharing()
         self.failures.stop_watching()
         gc.collect()
         if place.connected():
@@ -122,6 +147,13 @@ class RunGroup:
             else:
                 self._cpu_group = dist.new_group(backend="gloo", timeout=joining.COLLECTIVE_TIMEOUT)
         return self._cpu_group
+
+    @property
+    def sums(self) -> Sums:
+        """Sums over ranks: in shared memory if ``join`` found that its ranks can, otherwise by torch."""
+        if self._shared_sums is None or self._shared_by is None or self._shared_by() is not dist.group.WORLD:
+            return self._torch_sums
+        return self._shared_sums
 
     def new_key(self, kind: str) -> str:
         """Return a new key of the store with each call: the same on all ranks, which make the same calls in order."""
