@@ -114,8 +114,8 @@ static inline float from_bf16(uint16_t value) {
 static inline uint16_t to_bf16(float number) {
     uint32_t bits;
     memcpy(&bits, &number, 4);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u; /* NaN */
-    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (uint16_t)(number == number ? rounded : 0x7fc0u); /* the second is NaN */
 }
 
 #define SAME(value) (value)
