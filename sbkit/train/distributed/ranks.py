@@ -1,16 +1,17 @@
 """The processes of a run: all that the rest of sbkit calls, by one name (``ranks.rank()``, ``ranks.run_on_main(...)``).
 
-==================  ================================================================================================
-``place.py``        which process this is: its rank, and how many there are
-``run_group.py``    the process group as one object, which is joined, met in, and left
-``joining.py``      how the processes find each other before that
-``collectives.py``  what ranks do together
-``sums.py``         how tensors are summed: by gloo or NCCL; ``shared_sums.py``: in memory that the ranks of one machine
-                    share, where they train on its CPU; ``shared_memory.py``: how they get and prove it
-``failures.py``     how the failure of one rank ends all: who writes which key, who reads it, and in what time
-``ending.py``       how a process ends at once, after pending writes
-``launcher.py``     how a process ends whose torchrun is gone
-==================  ================================================================================================
+====================  ==============================================================================================
+``place.py``          which process this is: its rank, and how many there are
+``run_group.py``      the process group as one object, which is joined, met in, and left
+``joining.py``        how the processes find each other before that
+``collectives.py``    what ranks do together
+``sums.py``           how tensors are summed: by gloo or NCCL
+``shared_sums.py``    the same in memory that ranks share, if all train on the CPU of one machine
+``shared_memory.py``  how ranks get memory that they share, and prove that they do
+``failures.py``       how the failure of one rank ends all: who writes which key, who reads it, and in what time
+``ending.py``         how a process ends at once, after pending writes
+``launcher.py``       how a process ends whose torchrun is gone
+====================  ==============================================================================================
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Memory that all ranks map, if they are on one machine and see each other's processes.
 
-It is anonymous (``memfd_create``): it has no name in /dev/shm, whose size does not limit it, and it is gone with the last
-process that maps it, however that ends. Rank 0 makes it, and the others open it by the number of rank 0's process. That
-they found the same one, and so can see each other's processes by their numbers, a random token in its name proves.
+It is anonymous (``memfd_create``): it has no name in /dev/shm, whose size does not limit it, and it is gone with the
+last process that maps it, however that ends. Rank 0 makes it, and the others open it by the number of rank 0's process,
+so they must have the same namespace of process numbers. A random token in its name proves that it is the same memory.
 """
 
 from __future__ import annotations

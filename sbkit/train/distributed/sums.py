@@ -1,5 +1,4 @@
-"""How tensors are summed over ranks: by torch.distributed, or where all ranks are on one CPU, in memory that they share.
-"""
+"""How tensors are summed over ranks: by torch.distributed here, on one machine's CPU by ``shared_sums``."""
 
 from __future__ import annotations
 
