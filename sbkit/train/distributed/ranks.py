@@ -10,7 +10,7 @@
 ``shared_memory.py``  how ranks get memory that they share, and prove that they do
 ``failures.py``       how the failure of one rank ends all: who writes which key, who reads it, and in what time
 ``ending.py``         how a process ends at once, after pending writes
-``launcher.py``         how a process ends whose torchrun is gone
+``launcher.py``       how a process ends whose torchrun is gone
 ====================  ==============================================================================================
 """
 

