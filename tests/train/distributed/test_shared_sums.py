@@ -23,7 +23,7 @@ from sbkit.train.distributed.failures import PeerFailed
 from sbkit.train.distributed.run_group import group
 from sbkit.train.distributed.shared_sums import PART_BYTES, SharedSums
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is written for Linux")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="it is written for Linux")]
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64]
 #: Up to more than two parts of every type.
@@ -276,7 +276,6 @@ def killed_program(victim, when):
         sys.exit(error.exit_code)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before a sum", "in a sum"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_one_line_of_those_that_waited_for_it(victim, when):
