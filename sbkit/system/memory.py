@@ -16,7 +16,7 @@ _KEEP = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 << 20, _ARENA_MA
 _RELEASE = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 1 << 20, _TOP_PAD: 0, _ARENA_MAX: 1}
 #: Number of shapes of products and convolutions that oneDNN caches, at 0.4 to 0.8 MiB each. With its default of 1,024
 #: a run in bf16 grew by 0.4 GiB in an epoch. In a process with a memory limit, the cache is enough for a few steps.
-_SHAPES, _SHAPES_IF_BOUNDED = "384", "128"
+_SHAPES, _SHAPES_IF_BOUNDED = "512", "128"
 #: What to do about a process that runs out of memory because of its limit.
 LIMIT_HINT = "raise the limit of this process (ulimit -d, ulimit -v)"
 #: Files of a control group with its limit and its usage, and the entry of memory.stat for reclaimable file caches.

@@ -6,6 +6,7 @@ except that intermediate values are rounded less often under autocast.
 
 from __future__ import annotations
 
+import math
 from ctypes import byref
 from typing import Any
 
@@ -65,6 +66,8 @@ def _bytes(skip: Tensor | None) -> Tensor | None:
     return None if skip is None else skip.contiguous().view(torch.uint8)
 
 
+#: Rows of matrices in products come in multiples of this at least.
+_LEAST_UNIT = 64
 _NO_DROPOUT = byref(DropoutStruct(None, None, 1, 0, 1.0))
 #: What a kernel does after a norm: SiLU or not, the factor of negative values, dropout.
 _IDENTITY, _SILU = (False, 1.0, _NO_DROPOUT), (True, 1.0, _NO_DROPOUT)
@@ -82,12 +85,35 @@ def _drop(count: int, p: float) -> Any:  # ctypes' own
     return byref(struct)
 
 
+def _filled_up(rows: int, dtype: torch.dtype) -> int:
+    """Return how many rows a matrix in a product gets, of which those beyond ``rows`` are 0.
+
+    For a product in bf16 of a size that it has not seen, oneDNN compiles a kernel, which takes as long as some products
+    of a small step. Hardly two steps have the same number of frames, so a quarter of a step went there. Of filled up
+    sizes there are few. MKL, which computes products in fp32, compiles nothing.
+    """
+    if dtype is not torch.bfloat16:
+        return rows
+    unit = max(_LEAST_UNIT, 1 << (rows.bit_length() - 4))  # at most an eighth of the rows
+    return math.ceil(rows / unit) * unit
+
+
+def _matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Allocate a matrix for a product; a kernel writes its first ``rows``, and the others are 0."""
+    matrix = like.new_empty(_filled_up(rows, dtype), columns, dtype=dtype)
+    matrix[rows:].zero_()
+    return matrix
+
+
 def _normalise(x: Tensor, gain: Tensor, shift: Tensor, eps: float, dtype: torch.dtype,
-               after: tuple[Any, ...] = _IDENTITY) -> tuple[Tensor, ...]:
-    """Normalise rows: [..., D] to [N, D] in ``dtype``, with the mean and the reciprocal deviation of each."""
+               after: tuple[Any, ...] = _IDENTITY, for_product: bool = True) -> tuple[Tensor, ...]:
+    """Normalise rows: [..., D] to [N, D] in ``dtype``, with the mean and the reciprocal deviation of each.
+
+    for_product : whether the result is a ``_matrix``, with rows of 0 after these
+    """
     columns = gain.numel()
     count = x.numel() // columns
-    out = x.new_empty(count, columns, dtype=dtype)
+    out = _matrix(x, count, columns, dtype) if for_product else x.new_empty(count, columns, dtype=dtype)
     mean, rstd = x.new_empty(2, count, dtype=torch.float32)
     call("norm_forward", dtype, x, x.dtype != torch.float32, gain, shift, eps, *after, out, mean, rstd, count, columns,
          torch.get_num_threads())
@@ -127,14 +153,16 @@ class FeedForwardPart(torch.autograd.Function):
         normed, mean, rstd = _normalise(x, gain, shift, eps, dtype)
         w1 = w1.to(dtype)
         w2 = w2.to(dtype)
+        rows = len(mean)
         hidden = normed @ w1.t()
-        active = torch.empty_like(hidden)
-        ctx.inner = _drop(hidden.numel(), inner)
-        call("silu_forward", dtype, hidden, b1, ctx.inner, active, *hidden.shape, threads)
+        width = hidden.shape[1]
+        active = _matrix(x, rows, width, dtype)
+        ctx.inner = _drop(rows * width, inner)
+        call("silu_forward", dtype, hidden, b1, ctx.inner, active, rows, width, threads)
         out = torch.empty_like(x)
         ctx.outer = _drop(x.numel(), outer)
         ctx.weight = weight
-        call("add_forward", dtype, x, active @ w2.t(), b2, weight, None, ctx.outer, out, len(hidden), columns, threads)
+        call("add_forward", dtype, x, active @ w2.t(), b2, weight, None, ctx.outer, out, rows, columns, threads)
         ctx.save_for_backward(x, gain, shift, mean, rstd, normed, hidden, b1, active, w1, w2)
         return out
 
@@ -144,13 +172,14 @@ class FeedForwardPart(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, shift, mean, rstd, normed, hidden, b1, active, w1, w2 = ctx.saved_tensors
         dtype = normed.dtype
+        rows, columns, width = len(mean), x.shape[-1], hidden.shape[1]
         grad = grad.contiguous()
-        of_added = torch.empty_like(normed)
-        of_b2 = _sums(x, x.shape[-1])
-        call("add_backward", dtype, grad, ctx.weight, None, ctx.outer, of_added, of_b2, *normed.shape, len(of_b2))
+        of_added = _matrix(x, rows, columns, dtype)
+        of_b2 = _sums(x, columns)
+        call("add_backward", dtype, grad, ctx.weight, None, ctx.outer, of_added, of_b2, rows, columns, len(of_b2))
         of_hidden = of_added @ w2
-        of_b1 = _sums(x, hidden.shape[1])
-        call("silu_backward", dtype, of_hidden, hidden, b1, ctx.inner, of_b1, *hidden.shape, len(of_b1))
+        of_b1 = _sums(x, width)
+        call("silu_backward", dtype, of_hidden, hidden, b1, ctx.inner, of_b1, rows, width, len(of_b1))
         of_x, of_gain, of_shift = _unnormalise(of_hidden @ w1, x, gain, shift, mean, rstd, grad)
         return (of_x, of_gain, of_shift, _of_weight(of_hidden, normed, ctx.needs_input_grad[3]), of_b1[0],
                 _of_weight(of_added, active, ctx.needs_input_grad[5]), of_b2[0], *[None] * 5)
@@ -176,8 +205,7 @@ class ConvolutionPart(torch.autograd.Function):
         w2 = w2.to(dtype)
         kernel = kernel.squeeze(1).t().contiguous()
         wide = normed @ w1.t()
-        gated = torch.empty_like(normed)
-        around = torch.empty_like(normed)
+        gated, around = normed.new_empty(2, b * t, columns)
         call("glu_forward", dtype, wide, b1, skip, gated, *rows)
         call("depthwise_forward", dtype, gated, kernel, bias, around, len(kernel), chunk, t, *rows)
         active, *of_norm2 = _normalise(around, gain2, shift2, eps[1], dtype, _SILU)
@@ -196,18 +224,18 @@ class ConvolutionPart(torch.autograd.Function):
         (x, skip, gain1, shift1, mean1, rstd1, normed, w1, wide, b1, gated, kernel, around, gain2, shift2, mean2, rstd2,
          active, w2) = ctx.saved_tensors
         dtype = normed.dtype
-        _, t, columns = x.shape
+        b, t, columns = x.shape
         grad = grad.contiguous()
-        of_added = torch.empty_like(normed)
+        of_added = _matrix(x, b * t, columns, dtype)
         of_b2 = _sums(x, columns)
-        rows = *normed.shape, len(of_b2)
+        rows = b * t, columns, len(of_b2)
         call("add_backward", dtype, grad, 1.0, skip, ctx.drop, of_added, of_b2, *rows)
         of_around, of_gain2, of_shift2 = _unnormalise(of_added @ w2, around, gain2, shift2, mean2, rstd2, after=_SILU)
         of_gated = torch.empty_like(gated)
         of_taps = _sums(x, (len(kernel) + 1) * columns)
         call("depthwise_backward", dtype, of_around, gated, kernel, of_gated, of_taps, len(kernel), ctx.chunk, t, *rows)
         of_taps = of_taps[0].view(-1, columns)
-        of_wide = torch.empty_like(wide)
+        of_wide = _matrix(x, b * t, 2 * columns, dtype)
         of_b1 = _sums(x, 2 * columns)
         call("glu_backward", dtype, of_gated, wide, b1, skip, of_wide, of_b1, *rows)
         of_x, of_gain1, of_shift1 = _unnormalise(of_wide @ w1, x, gain1, shift1, mean1, rstd1, grad)
@@ -257,7 +285,8 @@ class AttentionPart(torch.autograd.Function):
         ctx.drop = _drop(weights.numel(), p)
         call("softmax_forward", dtype, weights, distances, _bytes(skip), _bytes(mask), ctx.drop, dropped, heads,
              b * heads * t, t, threads)
-        attended = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
+        attended = _matrix(x, b * t, columns, dtype)
+        attended[:b * t].view(b, t, heads, size).copy_((dropped @ value).view(b, heads, t, size).transpose(1, 2))
         out = torch.empty_like(x)
         call("add_forward", dtype, x, attended @ w2.t(), b2, 1.0, None, _NO_DROPOUT, out, b * t, columns, threads)
         ctx.save_for_backward(x, gain, shift, mean, rstd, normed, w1, query, away, places, key, value, weights,
@@ -276,11 +305,11 @@ class AttentionPart(torch.autograd.Function):
         heads = ctx.heads
         size = columns // heads
         grad = grad.contiguous()
-        of_added = torch.empty_like(normed)
+        of_added = _matrix(x, b * t, columns, dtype)
         of_b2 = _sums(x, columns)
         threads = len(of_b2)
         call("add_backward", dtype, grad, 1.0, None, _NO_DROPOUT, of_added, of_b2, b * t, columns, threads)
-        of_attended = (of_added @ w2).view(b, t, heads, size).transpose(1, 2).reshape(-1, t, size)
+        of_attended = (of_added @ w2)[:b * t].view(b, t, heads, size).transpose(1, 2).reshape(-1, t, size)
         of_scores = of_attended @ value.transpose(1, 2)
         dropped = torch.empty_like(weights)
         of_distances = None if away is None else away.new_empty(heads, b * t, 2 * t - 1)
@@ -289,7 +318,7 @@ class AttentionPart(torch.autograd.Function):
         of_query = of_scores @ key
         of_key = of_scores.transpose(1, 2) @ query
         of_value = dropped.transpose(1, 2) @ of_attended
-        of_all = normed.new_empty(b * t, 3 * columns)
+        of_all = _matrix(x, b * t, 3 * columns, dtype)
         of_relative: tuple[Tensor | None, ...] = None, None, None
         if of_distances is None:
             call("heads_backward", dtype, of_query, of_key, of_value, *ctx.table, ctx.scale, of_all, heads, t, b * t,
@@ -315,7 +344,7 @@ class _Norm(torch.autograd.Function):
                 dtype: torch.dtype) -> Tensor:
         x = x.contiguous()
         ctx.after = False, slope, _drop(x.numel(), p)
-        out, mean, rstd = _normalise(x, gain, shift, eps, dtype, ctx.after)
+        out, mean, rstd = _normalise(x, gain, shift, eps, dtype, ctx.after, for_product=False)
         ctx.save_for_backward(x, gain, shift, mean, rstd)
         return out.view(x.shape)
 
