@@ -1,12 +1,16 @@
-"""Training speed of a CTC recipe: sbkit and stock SpeechBrain, alternating in the same run.
+"""Training speed of a CTC recipe: sbkit, stock SpeechBrain and NVIDIA NeMo, alternating in the same run.
 
     python -m tools.bench.train [--recipe hparams/ctc.yaml] [--rounds 3] [--device cpu] [--data FOLDER] [--json FILE]
         [--key value ...]
+    python -m tools.bench.train --shipped [--cores 1,2] [--nemo FOLDER] [--sides stock,nemo,sbkit] [...]
+
+The first compares the same work on both sides, without NeMo; the second, on a CPU, each system as its authors ship it
+(shipped.py).
 
 Each side is a separate process that does one piece of work in its turn, so that both see the same machine and don't
 share an allocator. Stock is SpeechBrain's own Brain, data pipeline (DynamicItemDataset, read_audio,
-DynamicBatchSampler, PaddedBatch), modules, CTC loss, greedy decoder and ErrorRateStats. The model, the corpus, the
-audio seconds of a batch and the optimizer are the same; a step is measured on the same batches. The first piece of each
+DynamicBatchSampler, PaddedBatch), modules, CTC loss, greedy decoder and ErrorRateStats, with AdamW. The model, the
+corpus and the audio seconds of a batch are the same; a step is measured on the same batches. The first piece of each
 kind is not counted, and each turn begins with a warm-up, since other processes have used the caches. Ratios are of
 medians; above 1, sbkit is faster.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -25,8 +30,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from sbkit.system.cores import usable_cores
 from tools.bench.growth import peak_mib
-from tools.bench.harness import RECIPE
+from tools.bench.harness import RECIPE, whole_numbers
 
 if TYPE_CHECKING:  # each side imports only what it needs, when it starts to work
     import torch
@@ -40,6 +46,10 @@ if TYPE_CHECKING:  # each side imports only what it needs, when it starts to wor
 
     MakeSide = Callable[[dict[str, Any], CommandLine], SimpleNamespace]
 
+#: Systems that sbkit is compared with, as a command line and as a reader has them.
+PEERS = {"stock": "stock", "nemo": "NeMo"}
+#: Audio seconds per second by piece and side, of each turn.
+Speeds = dict[str, dict[str, list[float]]]
 WARM_UP = {"step": "step", "validation": "validation", "epoch": "step"}  # the piece before each that is not counted
 #: Keys that switch off what stock SpeechBrain doesn't have, and checkpoints within an epoch.
 NOT_OF_STOCK = {"spec_augment": None, "intermediate_ctc": 0.0, "initial_weights": None, "ckpt_interval_minutes": 0}
@@ -56,13 +66,24 @@ def main() -> None:
     parser.add_argument("--pieces", default=",".join(WARM_UP))
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--shipped", action="store_true", help="compare systems as their authors ship them, on a CPU")
+    parser.add_argument("--cores", type=whole_numbers, default=[usable_cores()], help="with --shipped: 1,2 or others")
+    parser.add_argument("--sides", default="stock,nemo,sbkit", help="with --shipped")
+    parser.add_argument("--nemo", type=Path, default=Path("results/nemo"), help="NeMo's environment (results/nemo)")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
+    if args.shipped and args.device != "cpu":
+        parser.error("--shipped compares on a CPU")
+    from tools.bench import shipped  # which imports this module
+
     if args.side:
-        work(args, rest, SIDES, NOT_OF_STOCK)
+        if args.shipped:
+            shipped.work(args, rest)
+        else:
+            work(args, rest, SIDES, NOT_OF_STOCK)
         return
     with tempfile.TemporaryDirectory() as folder:
-        results = compare(args, rest, Path(folder), "train")
+        results = shipped.compare(args, rest, Path(folder)) if args.shipped else compare(args, rest, Path(folder), "train")
     print(show(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -83,20 +104,29 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path, bench: str)
             command = [sys.executable, "-m", f"tools.bench.{bench}", "--side", whose, "--recipe", str(args.recipe),
                        "--device", args.device, *overrides, "--precision", precision, "--eval_precision", precision]
             sides[f"{whose} {precision}"] = Side(command)
-    times: dict[str, dict[str, list[float]]] = {}
+    times: Speeds = {}
     try:
         for piece in args.pieces.split(","):
-            for turn in range(args.rounds + 1):
-                for name, side in sides.items():
-                    found = side.do(piece)
-                    print(f"{piece} {turn}/{args.rounds} {name}: {found['seconds']:.3f} s", file=sys.stderr)
-                    if turn:
-                        times.setdefault(piece, {}).setdefault(name, []).append(found["audio"] / found["seconds"])
+            alternate(sides, piece, args.rounds, times)
         memory = {name: side.do("memory")["mib"] for name, side in sides.items()}
     finally:
         for side in sides.values():
             side.end()
     return {"audio_s_per_s": times, "peak_mib": memory, "environment": environment.describe(), "arguments": rest}
+
+
+def alternate(sides: Mapping[str, Side], piece: str, rounds: int, speeds: Speeds, where: str = "") -> None:
+    """Let the sides do a piece in turn, and add the speed of each of its parts but those of the first turn.
+
+    where : stands before the names of the parts
+    """
+    for turn in range(rounds + 1):
+        for name, side in sides.items():
+            for part, found in side.do(piece).items():
+                print(f"{where}{part} {turn}/{rounds} {name}: {found['seconds']:.3f} s", file=sys.stderr)
+                if turn:
+                    by_side = speeds.setdefault(where + part, {})
+                    by_side.setdefault(name, []).append(found["audio"] / found["seconds"])
 
 
 def prepare(path: Path, overrides: list[str]) -> list[str]:
@@ -112,14 +142,27 @@ def prepare(path: Path, overrides: list[str]) -> list[str]:
 
 
 class Side:
-    """A worker process that does a piece of work for each line it is sent."""
+    """A worker process that does a piece of work for each line it is sent.
 
-    def __init__(self, command: list[str]):
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment : of the process; None: that of this one
+    cores : the number of cores that it and its processes may use; None: all
+    """
+
+    def __init__(self, command: list[str], environment: Mapping[str, str] | None = None, cores: int | None = None):
+        before = os.sched_getaffinity(0) if cores else set()
+        if cores:  # a process has those of the one that starts it
+            os.sched_setaffinity(0, sorted(before)[:cores])
+        try:
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                            env=environment)
+        finally:
+            if cores:
+                os.sched_setaffinity(0, before)
         assert self.process.stdin is not None and self.process.stdout is not None, "both are pipes"
         self.requests, self.answers = self.process.stdin, self.process.stdout
 
     def do(self, piece: str) -> dict[str, Any]:
+        """Have a piece done; returns the seconds that each of its parts took, and their audio."""
         self.requests.write(piece + "\n")
         self.requests.flush()
         for line in self.answers:
@@ -133,24 +176,28 @@ class Side:
 
 
 def show(results: dict[str, Any]) -> str:
-    """Format a table of medians with their spread, and ratios to stock in the same precision and to its best."""
+    """Format a table of medians with their spread, and ratios to each peer in the same precision and to its best."""
     from sbkit.system.console import table
 
+    names = {name.split()[0] for sides in results["audio_s_per_s"].values() for name in sides}
+    peers = [peer for peer in PEERS if peer in names]
     rows = []
     for piece, sides in results["audio_s_per_s"].items():
         medians = {name: statistics.median(values) for name, values in sides.items()}
-        best = max(value for name, value in medians.items() if name.startswith("stock"))
         for name, values in sides.items():
-            same = medians.get(name.replace("sbkit", "stock"))
             digits = 0 if medians[name] >= 20 else 2
-            spread = f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-            rows.append([piece, name, f"{medians[name]:.{digits}f}", spread,
-                         f"{medians[name] / same:.2f}x" if same else "", f"{medians[name] / best:.2f}x"])
-    for name, mib in results["peak_mib"].items():
-        rows.append(["peak memory", name, f"{mib:.0f} MiB", "", "", ""])
+            row = [piece, name, f"{medians[name]:.{digits}f}", f"{min(values):.{digits}f} to {max(values):.{digits}f}"]
+            for peer in peers:
+                same = medians.get(f"{peer} {name.split()[1]}")
+                best = max((value for other, value in medians.items() if other.startswith(peer)), default=None)
+                row += [f"{medians[name] / value:.2f}x" if value else "" for value in (same, best)]
+            rows.append(row)
+    for name, mib in results.get("peak_mib", {}).items():
+        rows.append(["peak memory", name, f"{mib:.0f} MiB", "", *[""] * (2 * len(peers))])
     facts = results["environment"]
     head = f"{facts.get('gpu', facts['cpu'])}; torch {facts['torch']}, speechbrain {facts['speechbrain']}"
-    return head + "\n" + table(["piece", "side", "audio s/s", "spread", "to stock", "to stock's best"], rows)
+    ratios = [title for peer in peers for title in (f"to {PEERS[peer]}", f"to {PEERS[peer]}'s best")]
+    return head + "\n" + table(["piece", "side", "audio s/s", "spread", *ratios], rows)
 
 
 # ------------------------------------------------------------------ one side
@@ -159,10 +206,13 @@ def show(results: dict[str, Any]) -> str:
 def work(args: argparse.Namespace, rest: list[str], sides: Mapping[str, MakeSide], keys: Mapping[str, Any]) -> None:
     """Be one of the sides: do the piece that each line of stdin names, and answer in JSON.
 
+    A side may have several ranks: rank 0 reads and answers.
+
     keys : overrides of the recipe
     """
     answer, sys.stdout = sys.stdout, sys.stderr  # so that what libraries print is not taken for an answer
     from sbkit.recipe import arguments, load
+    from sbkit.train.distributed import ranks
 
     request = arguments.parse([str(args.recipe), "--device", args.device, *rest])
     if args.side == "sbkit" and args.device == "cpu":
@@ -174,18 +224,24 @@ def work(args: argparse.Namespace, rest: list[str], sides: Mapping[str, MakeSide
     side = sides[args.side](hparams, request)
     if side.brain.precision != request.run_opts.precision:
         raise SystemExit(f"{args.side} trains in {side.brain.precision}, not in {request.run_opts.precision}")
-    for line in sys.stdin:
-        piece = line.strip()
+    while piece := ranks.run_on_main(sys.stdin.readline).strip():
         if piece == "memory":
-            found = {"mib": peak_mib(args.device)}
+            found: dict[str, Any] = {"mib": peak_mib(args.device)}
         else:
-            getattr(side, WARM_UP[piece])()
-            finish(args.device)
-            started = time.perf_counter()
-            audio = getattr(side, piece)()
-            finish(args.device)
-            found = {"seconds": time.perf_counter() - started, "audio": audio}
-        print(json.dumps(found), file=answer, flush=True)
+            parts = piece.split("+")
+            getattr(side, WARM_UP[parts[0]])()
+            found = {part: timed(getattr(side, part), args.device) for part in parts}
+        if ranks.is_main():
+            print(json.dumps(found), file=answer, flush=True)
+
+
+def timed(do: Callable[[], float], device: str) -> dict[str, float]:
+    """Do a part of a piece, which returns the seconds of its audio, and measure it."""
+    finish(device)
+    started = time.perf_counter()
+    audio = do()
+    finish(device)
+    return {"seconds": time.perf_counter() - started, "audio": audio}
 
 
 def finish(device: str) -> None:
@@ -200,17 +256,22 @@ def seconds_of(batches: Sequence[Batch]) -> float:
 
 
 def planned(hparams: dict[str, Any], device: str, batches: int = STEP_BATCHES) -> tuple[TrainLoader, list[Batch]]:
-    """Make sbkit's loader of the training set, and the batches on which a step is measured on both sides."""
+    """Make sbkit's loader of the training set, and the batches on which a step is measured on all sides.
+
+    With several ranks, these are this rank's parts of the same steps.
+    """
     import itertools
 
     from sbkit.data.loader import TrainLoader
     from sbkit.data.plan import Plan
+    from sbkit.train.distributed import ranks
 
     corpus: Corpus = hparams["corpus"]
     batching: Batching = hparams["batching"]
     manifest, tokenizer = corpus.load()["train"], hparams["tokenizer"].load()
     plan = Plan(manifest.durations, batching, round_seconds=batching.rounding(device.split(":")[0]))
-    loader = TrainLoader(manifest, tokenizer, plan, workers=hparams["num_workers"])
+    loader = TrainLoader(manifest, tokenizer, plan, workers=hparams["num_workers"], rank=ranks.rank(),
+                         world=ranks.world_size())
     return loader, list(itertools.islice(loader.at(1), batches))
 
 
@@ -218,7 +279,10 @@ def ours(hparams: dict[str, Any], request: CommandLine, batches: int = STEP_BATC
     """Set up sbkit's Brain, plan and loaders."""
     import itertools
 
+    import torch
+
     from sbkit.data.loader import EvalLoader
+    from sbkit.train.distributed import ranks
 
     hparams["checkpointer"] = None
     corpus: Corpus = hparams["corpus"]
@@ -233,6 +297,7 @@ def ours(hparams: dict[str, Any], request: CommandLine, batches: int = STEP_BATC
     brain.trainer.begin_fit(validates=True)
     brain.train_state.first_step_checked = True  # checks that a run does once are not part of a step
     kept = [batch.to(brain.device) for batch in kept]
+    kept_seconds = float(ranks.sum_across(torch.tensor(seconds_of(kept))))
     epochs = itertools.count(1)
 
     def step() -> float:
@@ -242,7 +307,7 @@ def ours(hparams: dict[str, Any], request: CommandLine, batches: int = STEP_BATC
             brain.open_step(brain.optimizer_step + 1)
             brain.trainer.receive_results()
         brain.trainer.receive_results(wait=True)
-        return seconds_of(kept)
+        return kept_seconds
 
     def epoch() -> float:
         brain.step = brain.train_state.steps_in_epoch = 0
