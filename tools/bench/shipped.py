@@ -113,8 +113,8 @@ def prepare(args: argparse.Namespace, rest: list[str], folder: Path) -> Prepared
 def started(commands: Mapping[str, list[str]], cores: int, piece: str) -> Iterator[dict[str, train.Side]]:
     """A context with a process for each command, on the first cores of this process; none decides its threads.
 
-    piece : done once by each as soon as it is started, so that no other process disturbs it while it tries what is
-        fastest, or compiles
+    piece : done once by each as soon as it is started, which isn't counted: no other process disturbs a side while it
+        tries what is fastest here
     """
     environment = {name: value for name, value in os.environ.items() if name not in _THREADS}
     environment["PYTHONPATH"] = str(ROOT)

@@ -107,6 +107,8 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path, bench: str)
     times: Speeds = {}
     try:
         for piece in args.pieces.split(","):
+            for side in sides.values():
+                side.do(piece)
             alternate(sides, piece, args.rounds, times)
         memory = {name: side.do("memory")["mib"] for name, side in sides.items()}
     finally:
@@ -116,17 +118,15 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path, bench: str)
 
 
 def alternate(sides: Mapping[str, Side], piece: str, rounds: int, speeds: Speeds, where: str = "") -> None:
-    """Let the sides do a piece in turn, and add the speed of each of its parts but those of the first turn.
+    """Let the sides, which have done a piece before, do it in turn, and add the speed of each of its parts.
 
     where : stands before the names of the parts
     """
-    for turn in range(rounds + 1):
+    for turn in range(1, rounds + 1):
         for name, side in sides.items():
             for part, found in side.do(piece).items():
                 print(f"{where}{part} {turn}/{rounds} {name}: {found['seconds']:.3f} s", file=sys.stderr)
-                if turn:
-                    by_side = speeds.setdefault(where + part, {})
-                    by_side.setdefault(name, []).append(found["audio"] / found["seconds"])
+                speeds.setdefault(where + part, {}).setdefault(name, []).append(found["audio"] / found["seconds"])
 
 
 def prepare(path: Path, overrides: list[str]) -> list[str]:

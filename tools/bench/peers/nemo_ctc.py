@@ -49,12 +49,17 @@ def main() -> None:
     lightning.seed_everything(args.seed)
     rows = {split: read(args.manifests / f"{split}.json") for split in ("train", "dev", "test")}
     steps = args.epochs * math.ceil(len(rows["train"]) / BATCH)
+    schedule = {"name": "CosineAnnealing", "warmup_steps": args.warmup, "min_lr": FINAL, "max_steps": steps}
+    config = settings(args.manifests, rows["train"], workers=args.workers, batch=BATCH, eval_batch=EVAL_BATCH,
+                      masks={"freq_masks": 0, "time_masks": 0},
+                      optimizer={"name": "adamw", "lr": PEAK, "betas": [0.9, 0.98], "weight_decay": 1e-3,
+                                 "sched": schedule})
     clock = Clock()
     trainer = lightning.Trainer(
         accelerator="gpu" if args.device.startswith("cuda") else "cpu", devices=1, max_epochs=args.epochs,
         precision=PRECISIONS[args.precision], gradient_clip_val=CLIP, callbacks=[clock], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=0)
-    model = EncDecCTCModel(cfg=OmegaConf.create(settings(args, rows["train"], steps)), trainer=trainer)
+    model = EncDecCTCModel(cfg=OmegaConf.create(config), trainer=trainer)
     trainer.fit(model)
     model.eval()
     began = time.perf_counter()
@@ -102,25 +107,31 @@ def transcribe(model: Any, rows: list[dict[str, Any]]) -> dict[str, str]:
     return {row["id"]: getattr(one, "text", one) for row, one in zip(rows, found, strict=True)}
 
 
-def settings(args: argparse.Namespace, train: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Return the model's configuration, with the letters of the training texts."""
+def settings(manifests: Path, train: list[dict[str, Any]], *, batch: int, eval_batch: int, masks: dict[str, Any],
+             optimizer: dict[str, Any], workers: int = 0) -> dict[str, Any]:
+    """Return the model's configuration, with the letters of the training texts.
+
+    train : the rows of the training manifest
+    batch, eval_batch : clips in a batch
+    masks : of SpecAugment
+    """
     letters = sorted({letter for row in train for letter in row["text"]})
 
     def data(split: str, **more: Any) -> dict[str, Any]:
-        return {"manifest_filepath": str(args.manifests / f"{split}.json"), "labels": letters, "sample_rate": 16000,
-                "normalize_transcripts": False, "num_workers": args.workers, "pin_memory": False, **more}
+        return {"manifest_filepath": str(manifests / f"{split}.json"), "labels": letters, "sample_rate": 16000,
+                "normalize_transcripts": False, "num_workers": workers, "pin_memory": False, **more}
 
     return {
         "sample_rate": 16000, "labels": letters, "log_prediction": False, "skip_nan_grad": False,
         "ctc_reduction": "mean_batch",
-        "train_ds": data("train", batch_size=BATCH, shuffle=True, is_tarred=False, min_duration=0.1, max_duration=20.0,
+        "train_ds": data("train", batch_size=batch, shuffle=True, is_tarred=False, min_duration=0.1, max_duration=20.0,
                          drop_last=False, use_semi_sorted_batching=True, randomization_factor=0.1),
-        "validation_ds": data("dev", batch_size=EVAL_BATCH, shuffle=False),
+        "validation_ds": data("dev", batch_size=eval_batch, shuffle=False),
         "preprocessor": {
             "_target_": f"{MODULES}.AudioToMelSpectrogramPreprocessor", "sample_rate": 16000, "features": 80,
             "n_fft": 512, "window": "hann", "window_size": 0.025, "window_stride": 0.01, "normalize": "per_feature",
             "log": True, "frame_splicing": 1, "dither": 1e-5, "pad_to": 0, "pad_value": 0.0},
-        "spec_augment": {"_target_": f"{MODULES}.SpectrogramAugmentation", "freq_masks": 0, "time_masks": 0},
+        "spec_augment": {"_target_": f"{MODULES}.SpectrogramAugmentation", **masks},
         "encoder": {
             "_target_": f"{MODULES}.ConformerEncoder", "feat_in": 80, "feat_out": -1, "n_layers": LAYERS,
             "d_model": D_MODEL, "n_heads": HEADS, "ff_expansion_factor": 4, "conv_kernel_size": 31,
@@ -130,9 +141,7 @@ def settings(args: argparse.Namespace, train: list[dict[str, Any]], steps: int) 
             "dropout_pre_encoder": 0.1, "dropout_emb": 0.0, "dropout_att": 0.1},
         "decoder": {"_target_": f"{MODULES}.ConvASRDecoder", "feat_in": D_MODEL, "num_classes": len(letters),
                     "vocabulary": letters},
-        "optim": {"name": "adamw", "lr": PEAK, "betas": [0.9, 0.98], "weight_decay": 1e-3,
-                  "sched": {"name": "CosineAnnealing", "warmup_steps": args.warmup, "min_lr": FINAL,
-                            "max_steps": steps}},
+        "optim": optimizer,
     }
 
 
