@@ -92,11 +92,12 @@ def prepare(args: argparse.Namespace, rest: list[str], folder: Path) -> Prepared
     """Prepare the corpus for all sides, and choose the utterances of the steps that are measured."""
     from sbkit.recipe import arguments, load
 
-    words = [*rest, "--output_folder", str(folder / "run"), "--min_steps", "0"]
+    words = [*rest, "--min_steps", "0"]
     if args.data:
         words += ["--data_folder", args.data]
-    words = train.prepare(args.recipe, words)
-    request = arguments.parse([str(args.recipe), *words])
+    in_folder = ["--output_folder", str(folder / "run")]
+    words = [word for word in train.prepare(args.recipe, [*in_folder, *words]) if word not in in_folder]
+    request = arguments.parse([str(args.recipe), *in_folder, *words])
     hparams = load.load(request.path, {**request.overrides, "num_workers": 0})
     manifests = hparams["corpus"].load()
     audio = {part: manifests[split].hours * 3600 for part, split in (("epoch", "train"), ("validation", "dev"))}
@@ -159,7 +160,7 @@ COMMANDS: dict[str, Callable[[Prepared, str, str, int], list[str]]] = {"stock": 
 
 def _worker(whose: str, prepared: Prepared, precision: str) -> list[str]:
     return [sys.executable, "-m", "tools.bench.train", "--shipped", "--side", whose, "--recipe", str(prepared.recipe),
-            *prepared.overrides, *_in(precision)]
+            "--output_folder", str(prepared.folder / "run"), *prepared.overrides, *_in(precision)]
 
 
 def _in(precision: str) -> list[str]:
