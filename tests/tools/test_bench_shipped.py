@@ -10,7 +10,7 @@ import pytest
 
 from sbkit.score.run_files import METRICS
 from tools.bench import train
-from tools.bench.turns import Turns
+from tools.bench.turns import ALL_AUDIO, Turns
 
 WORKER = """
 import json, os, sys
@@ -22,7 +22,7 @@ for line in sys.stdin:
 
 
 def test_an_epoch_of_a_training_begins_with_its_turn_and_its_metrics_are_the_answer(tmp_path, monkeypatch, capsys):
-    lines = [{"time": 100.0, "kind": "epoch", "epoch": 1, "train_seconds": 50.0},
+    lines = [{"time": 100.0, "kind": "epoch", "epoch": 1, "train_seconds": 50.0, "audio_s_per_s": 25.0},
              {"time": 103.0, "kind": "epoch", "epoch": 1, "valid_loss": 1.0},
              {"time": 160.0, "kind": "epoch", "epoch": 2, "train_seconds": 40.0},
              {"time": 162.0, "kind": "epoch", "epoch": 2, "valid_loss": 0.9},
@@ -37,6 +37,7 @@ def test_an_epoch_of_a_training_begins_with_its_turn_and_its_metrics_are_the_ans
     requests.seek(0)
     assert next(turns) == 2
     assert json.loads(capsys.readouterr().out) == {"epoch": {"seconds": 50.0, "audio": 1000.0},
+                                                   ALL_AUDIO: {"seconds": 50.0, "audio": 1250.0},
                                                    "validation": {"seconds": 3.0, "audio": 100.0}}
 
 

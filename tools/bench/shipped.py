@@ -5,11 +5,11 @@ told a number of threads, so ``OMP_NUM_THREADS`` is not set: each finds the core
 Two pieces are measured. A *step* is of the same utterances on all sides, in memory, 15 s of audio each (``step_seconds``
 of the recipe), with forward, backward and update, and without reading. An *epoch* reads the corpus and trains on it once;
 a *validation* follows it and scores, as in every run of each system. Saving checkpoints is not counted. Speeds are of the
-audio of the corpus. A turn begins with steps that aren't counted, as other processes have used the caches.
+audio of the corpus: what a user waits for a pass through it. A turn begins with steps that aren't counted, as other processes have used the caches.
 
-- ``sbkit``: the recipe with all that it has (Muon, masks, intermediate CTC, a tenth of silence, which costs time and
-  isn't counted as audio), but an epoch goes through the corpus once (``min_steps``). An epoch and a validation are those
-  of a real ``sbkit train``, which chooses its ranks and threads, and waits after each validation until it is its turn
+- ``sbkit``: the recipe with all that it has (Muon, masks, intermediate CTC, a quarter more audio of silence and of speech
+  in it, which "epoch, all audio" counts), but an epoch goes through the corpus once (``min_steps``). An epoch and a
+  validation are those of a real ``sbkit train``, which chooses its ranks and threads, and waits after each validation until it is its turn
   again (``turns.py``); the seconds are those of its ``metrics.jsonl``. Its turns begin without a warm-up. A step is
   measured with as many ranks and threads as such a run chooses.
 - ``stock``: SpeechBrain's Brain and data pipeline with the same model and seconds of a batch, as in ``train.py``, AdamW
@@ -32,6 +32,7 @@ from typing import Any
 from tools.bench import corpora, systems, train
 from tools.bench.harness import ROOT, as_words
 from tools.bench.peers.stock_ctc import WITHOUT_THEM
+from tools.bench.turns import ALL_AUDIO
 
 #: What each side does in its turn; names of parts with a + between them are done one after the other.
 PIECES = ("epoch+validation", "step")
@@ -78,6 +79,8 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str
                         for precision in args.precisions.split(",") for name in sides}
             with started(commands, cores, piece) as workers:
                 train.alternate(workers, piece, args.rounds, speeds, where)
+        all_audio = speeds.get(f"{where}{ALL_AUDIO}", {})
+        speeds[f"{where}{ALL_AUDIO}"] = {**speeds[f"{where}epoch"], **all_audio}  # peers add none to the corpus
     return {"audio_s_per_s": speeds, "environment": environment.describe(), "arguments": rest}
 
 

@@ -15,6 +15,10 @@ from sbkit.train.distributed import ranks
 from tools.bench.harness import read_lines
 
 
+#: The part of an answer that counts all audio of an epoch, also what a recipe adds to the corpus.
+ALL_AUDIO = "epoch, all audio"
+
+
 class Turns(EpochCounter):
     """Waits for a line on stdin before each epoch, and answers with what the epoch and its validation took.
 
@@ -44,5 +48,7 @@ class Turns(EpochCounter):
                  if line["kind"] == "epoch" and line["epoch"] == self.current]
         trained = next(line for line in lines if "train_seconds" in line)
         validated = next(line for line in lines if "valid_loss" in line)
-        seconds = {"epoch": trained["train_seconds"], "validation": validated["time"] - trained["time"]}
-        return {part: {"seconds": seconds[part], "audio": self.audio[part]} for part in seconds}
+        seconds = trained["train_seconds"]
+        return {"epoch": {"seconds": seconds, "audio": self.audio["epoch"]},
+                ALL_AUDIO: {"seconds": seconds, "audio": seconds * trained["audio_s_per_s"]},
+                "validation": {"seconds": validated["time"] - trained["time"], "audio": self.audio["validation"]}}
