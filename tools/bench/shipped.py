@@ -2,19 +2,22 @@
 
 All train a model of one size (6 Conformer layers of 144) on the same utterances, each with its own settings. No side is
 told a number of threads, so ``OMP_NUM_THREADS`` is not set: each finds the cores that it may use (``--cores``) itself.
-Two pieces are measured. A *step* is of the same utterances on all sides, in memory, 15 s of audio each (``step_seconds``
-of the recipe), with forward, backward and update, and without reading. An *epoch* reads the corpus and trains on it once;
-a *validation* follows it and scores, as in every run of each system. Saving checkpoints is not counted. Speeds are of the
-audio of the corpus: what a user waits for a pass through it. A turn begins with steps that aren't counted, as other processes have used the caches.
 
-- ``sbkit``: the recipe with all that it has (Muon, masks, intermediate CTC, a quarter more audio of silence and of speech
-  in it, which "epoch, all audio" counts), but an epoch goes through the corpus once (``min_steps``). An epoch and a
-  validation are those of a real ``sbkit train``, which chooses its ranks and threads, and waits after each validation until it is its turn
-  again (``turns.py``); the seconds are those of its ``metrics.jsonl``. Its turns begin without a warm-up. A step is
-  measured with as many ranks and threads as such a run chooses.
+A *step* is of the same utterances on all sides, in memory, 15 s of audio each (``step_seconds`` of the recipe):
+forward, backward and update, without reading. An *epoch* reads the corpus and trains on it once; a *validation* follows
+it and scores, as in every run of each system. Saving checkpoints is not counted. Speeds are of the audio of the corpus:
+what a user waits for a pass through it. A turn begins with steps that aren't counted, as other processes have used the
+caches.
+
+- ``sbkit``: the recipe with all that it has (Muon, masks, intermediate CTC, a quarter more audio of silence and of
+  speech in it, which "epoch, all audio" counts), but an epoch goes through the corpus once (``min_steps``). An epoch
+  and a validation are those of a real ``sbkit train``, which chooses its ranks and threads, and waits after each
+  validation for its next turn (``turns.py``); the seconds are those of its ``metrics.jsonl``. Its turns begin without a
+  warm-up. A step is measured with as many ranks and threads as such a run chooses.
 - ``stock``: SpeechBrain's Brain and data pipeline with the same model and seconds of a batch, as in ``train.py``, AdamW
   and the dropout of its recipes. Their augmentation of waveforms, which doubles each batch, is left out.
-- ``nemo``: NVIDIA NeMo's Conformer-CTC in its own environment, see ``peers/nemo_side.py``. It reads WAVs, the others MP3.
+- ``nemo``: NVIDIA NeMo's Conformer-CTC in its own environment, see ``peers/nemo_side.py``. It reads WAVs, the others
+  the corpus' own files.
 """
 
 from __future__ import annotations

@@ -83,7 +83,10 @@ def main() -> None:
             work(args, rest, SIDES, NOT_OF_STOCK)
         return
     with tempfile.TemporaryDirectory() as folder:
-        results = shipped.compare(args, rest, Path(folder)) if args.shipped else compare(args, rest, Path(folder), "train")
+        if args.shipped:
+            results = shipped.compare(args, rest, Path(folder))
+        else:
+            results = compare(args, rest, Path(folder), "train")
     print(show(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -14,7 +14,6 @@ from sbkit.score.run_files import METRICS
 from sbkit.train.distributed import ranks
 from tools.bench.harness import read_lines
 
-
 #: The part of an answer that counts all audio of an epoch, also what a recipe adds to the corpus.
 ALL_AUDIO = "epoch, all audio"
 

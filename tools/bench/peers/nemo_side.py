@@ -4,7 +4,7 @@
     ENVIRONMENT/bin/python -m tools.bench.peers.nemo_side MANIFESTS STEPS.json [--precision bf16]
 
 Runs in a separate environment (``python -m tools.bench.learning --make-nemo``) and imports nothing of sbkit. MANIFESTS
-holds train.json and dev.json in NeMo's format; STEPS.json lists the ids of the utterances of each step that is measured.
+holds train.json and dev.json in NeMo's format; STEPS.json lists the ids of the utterances of each measured step.
 
 The model is NeMo's Conformer-CTC of 6 layers of 144 (3.65 M parameters, as in nemo_ctc.py) with the letters of the
 training texts, in Lightning's Trainer, as NeMo's examples train it. Settings are those of its conformer_ctc_char.yaml:
@@ -17,8 +17,8 @@ training texts, in Lightning's Trainer, as NeMo's examples train it. Settings ar
 
 It differs in what makes NeMo faster here: batches are partly sorted by length (``use_semi_sorted_batching``), which
 leaves less padding than drawing clips at random, and audio is read without data workers: on a few cores, reading WAVs
-takes less time than the workers' messages. Its logger and its checkpoints are left out. fp32 is Lightning's 32-true, bf16
-its bf16-mixed.
+takes less time than the workers' messages. Its logger and its checkpoints are left out. fp32 is Lightning's 32-true,
+bf16 its bf16-mixed.
 """
 
 from __future__ import annotations
