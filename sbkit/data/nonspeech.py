@@ -261,7 +261,7 @@ class NonSpeech:
             at += gap + len(utterance)
 
         if rng.random() < 0.3:  # as a file or a microphone of 16 bits has it
-            signal = np.round(signal * 2 ** 15) / 2 ** 15
+            signal = np.round(signal * np.float32(2 ** 15)) / np.float32(2 ** 15)
         return signal
 
 
