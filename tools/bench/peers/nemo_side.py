@@ -100,7 +100,8 @@ class NemoSide:
     def step(self) -> dict[str, dict[str, float]]:
         """Train on the batches in memory, twice; only the second time is measured."""
         clock = StepClock(len(self.batches))
-        twice = DataLoader(self.batches * 2, batch_size=None)
+        batches: Any = self.batches * 2  # torch takes any sequence, and names only a Dataset
+        twice: DataLoader[Any] = DataLoader(batches, batch_size=None)
         self._fit(twice, clock, limit_val_batches=0)
         return {"step": {"seconds": clock.seconds, "audio": self.step_seconds}}
 
