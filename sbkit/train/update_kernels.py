@@ -18,16 +18,21 @@ from torch import Tensor, nn
 from sbkit.nn.native import library
 from sbkit.train.distributed import ranks
 
+_was_loaded = False  # or was tried to be
 _agreed: bool | None = None  # whether every rank has the kernels; None: not asked yet
 
 
 def available() -> bool:
-    """Return whether the kernels are loaded, on all ranks.
+    """Return whether the kernels are loaded, on all ranks; the first call loads them.
 
-    All ranks call it together, since the first call asks them: ranks that round differently would no longer have the
-    same weights.
+    They are loaded here, and not only where layers use them: what an update computes must not depend on which models
+    this process has trained before. All ranks make the first call together: ranks that round differently would no
+    longer have the same weights.
     """
-    global _agreed
+    global _was_loaded, _agreed
+    if not _was_loaded:
+        _was_loaded = True
+        library.load()
     if ranks.world_size() == 1:
         return library.loaded()
     if _agreed is None:

@@ -94,7 +94,7 @@ def test_each_step_has_its_parts_in_proportion_on_any_number_of_ranks():
             assert abs(counts - len(members) * wanted / wanted.sum()).max() < 1.5
             audio += np.bincount(parts.numbers[members], weights=seconds[members], minlength=3)
             for world in (1, 2, 3):
-                places = [one for rank in range(world) for one in made.places(step, rank, world, 2)]
+                places = [one for rank in range(world) for one in made.places(step, rank, world)]
                 assert sorted(np.concatenate(places).tolist()) == sorted(
                     np.concatenate(made.places(step, 0, 1)).tolist())
         assert audio / audio.sum() == pytest.approx(1 / 3, abs=0.01)
@@ -149,7 +149,7 @@ def test_two_million_rows_in_a_hundred_parts_are_planned_in_seconds():
     shares = {str(i): float(hours) ** 0.5 for i, hours in enumerate(np.bincount(numbers, minlength=100))}
     start = process_time()  # of this process alone, however busy the machine is
     epoch = Plan(seconds, Batching(200, 1600), parts=Parts(numbers, shares)).epoch(50)
-    epoch.share(len(epoch) - 1, 7, 8, 1)
+    epoch.share(len(epoch) - 1, 7, 8)
     assert process_time() - start < 8
 
 

@@ -100,8 +100,10 @@ def _filled_up(rows: int, dtype: torch.dtype) -> int:
 
 def _matrix(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Allocate a matrix for a product; a kernel writes its first ``rows``, and the others are 0."""
-    matrix = like.new_empty(_filled_up(rows, dtype), columns, dtype=dtype)
-    matrix[rows:].zero_()
+    filled_up = _filled_up(rows, dtype)
+    matrix = like.new_empty(filled_up, columns, dtype=dtype)
+    if filled_up > rows:
+        matrix[rows:].zero_()
     return matrix
 
 
