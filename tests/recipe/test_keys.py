@@ -39,7 +39,7 @@ from sbkit.recipe.keys import Keys, key
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import Findings, Place
-from sbkit.runs import initial, preparation, pretrained, training
+from sbkit.runs import cpu_layout, initial, preparation, pretrained, training
 from sbkit.system.schema import Number
 from sbkit.tasks.ctc import CTC
 from sbkit.train import graphs
@@ -323,9 +323,15 @@ def loaded(made):
     made.patch.setattr(training, "EvalLoader", test)
     manifest = Manifest(ids=["a", "b"], durations=[1.0, 2.0], wavs=["a.wav"] * 2, texts=["a", "b"])
     with pytest.raises(Stop):
-        config = SimpleNamespace(run_opts=RunOptions(device="cpu"), device=torch.device("cpu"))
+        config = SimpleNamespace(run_opts=RunOptions(device="cpu"), device=torch.device("cpu"), cpu=None)
         training.fit_and_test(made.recipe, config, dict.fromkeys(("train", "dev", "test"), manifest), None, None, None)
     return {name: str(value) for name, value in seen.items()}
+
+
+def use_of_cores(made):
+    """How a run uses the cores of a CPU."""
+    made.patch.delenv("OMP_NUM_THREADS", raising=False)
+    return cpu_layout.choose(SimpleNamespace(device=torch.device("cpu"), keys=lambda: made.recipe.keys))
 
 
 class Corpus:
@@ -474,6 +480,8 @@ CASES = {
     "test_augment": (None, Augment([Gain()]), loaded),
     "number_of_epochs": (3, 5, epochs),
     "num_workers": (0, 1, loaded),
+    "cpu_ranks": (1, 2, use_of_cores, {"cpu_threads": 1}),
+    "cpu_threads": (1, 2, use_of_cores, {"cpu_ranks": 1}),
     "sample_rate": (8000, 16_000, loaded),
     "language": ("en", "fr", exported),
     "experiment": ("one", "two", described),
