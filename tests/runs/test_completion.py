@@ -149,12 +149,16 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
     assert started(*last, "--test_only")[:2] == (0, (0, 1)) and record() == made and started(*last)[1] == (0, 0)
 
 
-def test_the_recipe_that_a_run_wrote_trains_the_same_weights_elsewhere(started, tmp_path):
+def train_again(recipe, folder):
+    flops.operations_per_second = lambda *_: 1e6
+    sys.exit(main(["train", recipe, "--output_folder", folder, "--device", "cpu", "--no-check"]))
+
+
+def test_the_recipe_that_a_run_wrote_trains_the_same_weights_elsewhere(tmp_path):
     out, again = tmp_path / "out", tmp_path / "again"
-    with contextlib.redirect_stdout(io.StringIO()):
-        code = main(["train", str(out / "hyperparams.yaml"), "--output_folder", str(again), "--device", "cpu",
-                     "--no-check"])
-    assert code == 0
+    # As a program, like that run: what a process has computed before may change how MKL rounds.
+    done = program(train_again, str(out / "hyperparams.yaml"), str(again))
+    assert done.returncode == 0, done.stderr
     files = {path.name for path in latest(out).iterdir()} & {"model.ckpt", "ema.ckpt", "optimizer.ckpt"}
     assert "model.ckpt" in files
     for name in files:
