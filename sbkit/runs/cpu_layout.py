@@ -63,7 +63,7 @@ def choose(config: RunConfig) -> Layout | None:
     in_folder = config.folder / CPU_LAYOUT
     if not initial.fresh(keys):
         before = _read(in_folder)
-        if before in layouts:
+        if before is None or before in layouts:  # None: nothing was tried when it began, and it goes on likewise
             return before
     on_machine = _file_of_machine(config, keys)
     remembered = _read(on_machine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import signal
@@ -20,7 +19,7 @@ from sbkit.system.cores import Layout
 from sbkit.system.processes import free_port
 from sbkit.train.distributed import local_ranks, ranks
 from sbkit.train.memory import step_timing
-from sbkit.train.memory.trials import open_trial
+from sbkit.train.memory.trials import Trial, open_trial
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,8 @@ _WORSE = 1.15
 _PATIENCE = 4.0
 #: The time in which processes must have answered: those of a large model need some for building it alone.
 _SECONDS = 300.0
+#: The time in which they must have ended after that.
+_ENDING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,20 @@ def _measure_with(world: int, command: CommandLine, threads: Sequence[int]) -> l
     started = [local_ranks.start(processes, rank, world, port, threads[0], _time_steps, (command, threads, sender))
                for rank in range(world)]
     sender.close()
+    timings: list[Timing] = []
     try:
-        found = receiver.recv() if receiver.poll(_SECONDS) else []
-    except EOFError:
-        found = []
+        if receiver.poll(_SECONDS):
+            timings = receiver.recv()
+    except EOFError:  # rank 0 has failed: the run itself fails likewise, and says why
+        pass
     finally:
         for process in started:
+            process.join(_ENDING_SECONDS)  # time to remove its temporary folder
             process.kill()
             process.join()
         receiver.close()
     fitting = memory.available()
-    return [timing for timing in found if world == 1 or world * timing.memory < fitting]
+    return [timing for timing in timings if world == 1 or world * timing.memory < fitting]
 
 
 def _time_steps(command: CommandLine, threads: Sequence[int], answer: Connection) -> None:
@@ -91,18 +95,31 @@ def _time_steps(command: CommandLine, threads: Sequence[int], answer: Connection
     arguments.make_importable(command.path)
     device = torch.device("cpu")
     ranks.init(device)
-    with contextlib.suppress(Exception):  # the run itself fails likewise, and says why
+    if not ranks.is_main():
+        answer.close()  # so that rank 0 alone keeps the run waiting
+    try:
         with open_trial(command, device) as trial:
-            batch = step_timing.share_of_planned_size(trial, ranks.rank(), ranks.world_size())
-            if batch is not None:
-                found = []
-                for number in threads:
-                    torch.set_num_threads(number)
-                    began, began_computing = time.perf_counter(), time.thread_time()
-                    seconds = step_timing.fastest_step(trial, batch, _PATIENCE)
-                    computing = (time.thread_time() - began_computing) / (time.perf_counter() - began)
-                    found.append(Timing(Layout(ranks.world_size(), number), seconds, memory.peak(), computing))
-                if ranks.is_main():
-                    answer.send(found)
-    answer.close()
-    time.sleep(_SECONDS)  # until rank 0 has sent it, which then ends all
+            timings = _timings(trial, threads)
+        if ranks.is_main():
+            answer.send(timings)
+    except Exception:
+        # The run itself fails likewise, and says why. This process ends, and with it what others do together with it.
+        logger.debug("a trial of a layout failed", exc_info=True)
+    finally:
+        ranks.shutdown()
+
+
+def _timings(trial: Trial, threads: Sequence[int]) -> list[Timing]:
+    """Time a rank's share of a step with each number of threads; nothing if some ranks would have no utterance."""
+    batch = step_timing.share_of_planned_size(trial, ranks.rank(), ranks.world_size())
+    if batch is None:
+        return []
+    timings = []
+    for number in threads:
+        torch.set_num_threads(number)
+        began = time.perf_counter()
+        began_computing = time.thread_time()
+        seconds = step_timing.fastest_step(trial, batch, _PATIENCE)
+        computing = (time.thread_time() - began_computing) / (time.perf_counter() - began)
+        timings.append(Timing(Layout(ranks.world_size(), number), seconds, memory.peak(), computing))
+    return timings

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,6 +87,11 @@ def test_a_run_that_is_resumed_goes_on_as_it_began(tmp_path, machine, monkeypatc
     assert cpu_layout.choose(config_of(tmp_path)) == Layout(2, 2) and len(machine.tried) == 1
     monkeypatch.setattr(cpu_layout, "usable_cores", lambda: 2)  # where it can't, it is tried anew
     assert cpu_layout.choose(config_of(tmp_path)) == Layout(1, 1)
+
+
+def test_a_run_that_began_without_a_layout_goes_on_without(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr(cpu_layout.initial, "fresh", lambda keys: False)
+    assert cpu_layout.choose(config_of(tmp_path)) is None and not machine.tried
 
 
 def test_nothing_is_tried_where_something_else_decides(tmp_path, machine, monkeypatch):
@@ -179,9 +185,22 @@ def test_two_ranks_in_one_command_resume_to_the_bit_after_a_stop(data, torchrun,
 
 @pytest.mark.slow
 def test_a_trial_times_threads_and_ranks_and_leaves_nothing(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_layout, "usable_cores", lambda: 2)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     command = arguments.parse(list(map(str, words_of(data, tmp_path / "run")[1:])))
     found = cpu_trial.measure(command, [Layout(1, 1), Layout(1, 2), Layout(2, 1)])
     assert [timing.layout for timing in found][:2] == [Layout(1, 1), Layout(1, 2)]
     assert all(0 < timing.seconds < 30 and timing.memory > 2**26 and timing.computing > 0 for timing in found)
     assert not (tmp_path / "run").exists() and "RANK" not in os.environ
+    assert not list(temporary.glob("sbkit-*"))
+
+
+@pytest.mark.slow
+def test_a_trial_that_fails_keeps_nobody_waiting(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("brain: !name:sbkit.tasks.ctc.CTC\n")  # which lacks all else
+    command = arguments.parse([str(recipe), "--output_folder", str(tmp_path / "run")])
+    began = time.monotonic()
+    assert cpu_trial.measure(command, [Layout(2, 1)]) == []
+    assert time.monotonic() - began < 60
