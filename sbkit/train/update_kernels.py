@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sbkit.nn.native import library
 from sbkit.train.distributed import ranks
 
-_was_loaded = False  # or was tried to be
+_cannot_be_loaded = False  # which is tried once
 _agreed: bool | None = None  # whether every rank has the kernels; None: not asked yet
 
 
@@ -29,10 +29,10 @@ def available() -> bool:
     this process has trained before. All ranks make the first call together: ranks that round differently would no
     longer have the same weights.
     """
-    global _was_loaded, _agreed
-    if not _was_loaded:
-        _was_loaded = True
-        library.load()
+    global _cannot_be_loaded, _agreed
+    if not library.loaded() and not _cannot_be_loaded:
+        problem = library.load()
+        _cannot_be_loaded = problem is not None
     if ranks.world_size() == 1:
         return library.loaded()
     if _agreed is None:
