@@ -155,7 +155,7 @@ def _kernels_of_its_own():
     """A test that trains leaves compiled kernels in its process; the next one is to run as if it were the first."""
     yield
     if "sbkit.nn.native.library" in sys.modules:
-        sys.modules["sbkit.nn.native.library"].unload()
+        sys.modules["sbkit.nn.native.library"].forget()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from sbkit.nn.native import library
 from sbkit.train.distributed import ranks
 
-_cannot_be_loaded = False  # which is tried once
 _agreed: bool | None = None  # whether every rank has the kernels; None: not asked yet
 
 
@@ -29,10 +28,9 @@ def available() -> bool:
     this process has trained before. All ranks make the first call together: ranks that round differently would no
     longer have the same weights.
     """
-    global _cannot_be_loaded, _agreed
-    if not library.loaded() and not _cannot_be_loaded:
-        problem = library.load()
-        _cannot_be_loaded = problem is not None
+    global _agreed
+    if not library.decided():
+        library.load()
     if ranks.world_size() == 1:
         return library.loaded()
     if _agreed is None:

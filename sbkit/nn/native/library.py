@@ -70,10 +70,13 @@ _ARGUMENTS: dict[str, list[Any]] = {
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 _functions: dict[tuple[str, torch.dtype], Any] = {}
+_decided = False  # whether this process has loaded them, failed to, or unloaded them
 
 
 def load() -> str | None:
     """Load the kernels, after which :func:`call` works; returns the reason if they can't be used, otherwise None."""
+    global _decided
+    _decided = True
     if _functions:
         return None
     try:
@@ -102,7 +105,21 @@ def load() -> str | None:
 
 def unload() -> None:
     """Stop using the kernels, so that layers run in torch again."""
+    global _decided
+    _decided = True
     _functions.clear()
+
+
+def forget() -> None:
+    """Be as in a process that has neither loaded the kernels nor tried to."""
+    global _decided
+    _decided = False
+    _functions.clear()
+
+
+def decided() -> bool:
+    """Return whether this process has loaded the kernels, failed to, or unloaded them."""
+    return _decided
 
 
 def loaded() -> bool:
