@@ -12,13 +12,14 @@ TESTERS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(min(2
 # Python keeps what it compiles, whatever the shell says: tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo demo-speech test test-fast test-long tried lint format docs pictures dist bench gpu clean
+.PHONY: help install demo demo-speech test test-fast test-long messages tried lint format docs pictures dist bench gpu clean
 
 help:
 	@echo "make demo       synthesise speech, train a recogniser on it, score it, use it (minutes, no GPU)"
 	@echo "make demo-speech  the same, and a voice: a codec, a voice that speaks through it, a server, and transcripts"
 	@echo "make test       all that protects, in minutes (make test-fast: without training, kills, several processes)"
 	@echo "make test-long  endurance: sieges, thousands of mutations, kills at every disk operation, the image's build"
+	@echo "make messages   writes the words of all messages in tests/messages/ anew, for a reviewer to read"
 	@echo "make tried      tries thousands of hostile files, kills and faults, and counts them in SECURITY.md"
 	@echo "make lint       ruff, and mypy: the types of all of sbkit/ and tools/"
 	@echo "make docs       the documentation as a site, in site/; first the pages that are made from the code"
@@ -62,6 +63,10 @@ test test-fast test-long: $(STAMP)
 test: TESTS = not long
 test-fast: TESTS = not slow and not long
 test-long: TESTS = long
+
+# In one process, which knows what all tests of a file have said.
+messages: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --rewrite-messages -m 'not long'
 
 tried: $(STAMP)
 	rm -f tried.jsonl

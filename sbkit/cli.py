@@ -37,7 +37,7 @@ A recipe is code: what it names is imported and called, even by check. For a rec
 #: The commands as the help lists them; what they do is the docstring of each one's file.
 GROUPS = {
     "data": ("demo-data", "prepare", "shard", "clean", "label", "tokenize", "resynthesize"),
-    "train": ("new", "show", "check", "tune", "train", "improve", "rerun", "doctor"),
+    "train": ("new", "show", "check", "tune", "train", "improve", "rerun", "doctor", "explain"),
     "evaluate": ("info", "evaluate", "report", "lm"),
     "ship": ("export", "import", "push", "transcribe", "listen", "speak", "enhance", "run", "serve",
              "rollback"),
@@ -61,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in argv and argv[0] != "train":  # there it is SpeechBrain's option for a few batches
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # every rank has the same error; one reports it
-            console.write_error(f"{error.prefix}{error}")
+            console.write_error(error.shown)
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's report ends with what it says
-            text = f"{error.prefix}{error}"
+            text = error.shown
             extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
             with contextlib.suppress(OSError):  # the error itself may be a full disk
                 Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from itertools import islice
@@ -41,23 +42,48 @@ def printable(text: str) -> str:
 class SbkitError(Exception):
     """An error shown as one plain line without a traceback; the command exits with ``exit_code``.
 
+    code : names its cause, for programs and tests, which never look at words; ``sbkit explain CODE`` tells more
+    message : what is wrong, and where
+    hint : what to do
+    file, line, key, value : what the message is about, where there is one
+
     Names and values of strangers in it can't reach the terminal's controls.
 
-    >>> str(SbkitError("train.tsv has no column 'path'", hint="is it a Common Voice release?"))
-    "train.tsv has no column 'path'; is it a Common Voice release?"
+    >>> error = SbkitError("missing-column", "train.tsv has no column 'path'", hint="is it a Common Voice release?")
+    >>> str(error), error.code
+    ("train.tsv has no column 'path'; is it a Common Voice release?", 'missing-column')
     """
 
     exit_code = 2
     #: What a line with it begins with on the screen.
     prefix = "error: "
 
-    def __init__(self, message: str, *, hint: str | None = None, exit_code: int | None = None):
+    def __init__(self, code: str, message: str = "", *, hint: str | None = None, file: str | os.PathLike[str] | None = None,
+                 line: int | None = None, key: str | None = None, value: object = None, exit_code: int | None = None):
+        if message == "":  # TRANSITION
+            code, message = "uncoded", code  # TRANSITION
         message, hint = printable(message), None if hint is None else printable(hint)
         super().__init__(message if hint is None else f"{message}; {hint}")
+        self.code = code
         self.message = message
         self.hint = hint
+        self.file = None if file is None else os.fspath(file)
+        self.line = line
+        self.key = key
+        self.value = value
         if exit_code is not None:
             self.exit_code = exit_code
+
+    @property
+    def shown(self) -> str:
+        """The line that ends a command: the error with its code."""
+        return f"{self.prefix}{self} [{self.code}]"
+
+    def as_json(self) -> dict[str, object]:
+        """Its fields for programs; those that it has not are left out."""
+        fields = {"code": self.code, "message": self.message, "hint": self.hint, "file": self.file, "line": self.line,
+                  "key": self.key, "value": None if self.value is None else shown(self.value)}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def __reduce__(self) -> tuple[object, ...]:  # worker processes and ranks pickle it
         return _rebuild, (type(self), str(self)), self.__dict__

@@ -15,6 +15,18 @@ from made_once import made_once
 
 pytest_plugins = ["workers"]
 
+
+def pytest_addoption(parser):
+    parser.addoption("--rewrite-messages", action="store_true", help="write the messages of tests/messages/ anew")
+
+
+def pytest_configure(config):
+    if config.getoption("--rewrite-messages"):
+        import refusals
+
+        refusals.rewrite()
+
+
 # How long one example takes is up to how busy the machine is.
 settings.register_profile("sbkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # CI is shared
 settings.load_profile("sbkit")
@@ -85,6 +97,10 @@ def pytest_collection_finish(session):
 
 
 def pytest_sessionfinish(session):
+    if session.config.getoption("--rewrite-messages"):
+        import refusals
+
+        refusals.write()
     if session.config.getoption("workers"):  # else pytest, and then Python, search all that was collected
         gc.freeze()
 

@@ -40,7 +40,7 @@ class Finding:
     def __str__(self) -> str:
         key = f"{self.key}: " if self.key else ""
         hint = f"; {self.suggestion}" if self.suggestion else ""
-        return f"{self.where}: {self.severity}: {key}{self.message}{hint}"
+        return f"{self.where}: {self.severity}: {key}{self.message}{hint} [{self.code}]"
 
 
 def amount(value: float) -> str:

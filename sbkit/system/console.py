@@ -218,7 +218,7 @@ class ScriptErrors:
         script = getattr(sys.modules["__main__"], "__file__", None)
         lines = [number for frame, number in traceback.walk_tb(trace) if frame.f_code.co_filename == script]
         place = f"{script}:{lines[-1]}: " if lines else ""
-        write_error(f"{prefix}{place}{shown.prefix}{shown}")
+        write_error(f"{prefix}{place}{shown.shown}")
 
 
 def end_scripts_in_one_line(explain: Explain = lambda error: None) -> None:
