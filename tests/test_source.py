@@ -1,9 +1,7 @@
-"""The source, parsed once: which package imports which, and annotations that say something."""
+"""The source, parsed once: which package imports which, and what its messages advise."""
 
 import ast
-import io
 import re
-import tokenize
 from functools import cache
 from pathlib import Path
 
@@ -13,13 +11,12 @@ import sbkit
 
 HOME = Path(sbkit.__file__).parent
 #: From the ground up. A room imports those before it.
-ORDER = ("errors", "system", "nn", "data", "codes", "decode", "score", "recipe", "train", "compat", "runs", "export",
-         "tasks", "infer", "serve", "rehearsal", "doctor", "commands", "cli", "__main__")
+ORDER = ("errors", "explanations", "system", "nn", "data", "codes", "decode", "score", "recipe", "train", "compat", "runs",
+         "export", "tasks", "infer", "serve", "rehearsal", "doctor", "commands", "cli", "__main__")
 #: Rooms that are nobody's ground: whatever stands above them, only these import them.
 ONLY_BY = {"doctor": {"commands"}, "commands": {"cli"}, "cli": {"__main__"}, "__main__": set()}
 #: What one who uses a bundle has no use for.
 TRAINING = {"train", "recipe", "tasks", "runs"}
-PRIVATE = re.compile(r"_(?!.*__$)\w+")
 
 
 def name_of(path):
@@ -78,18 +75,6 @@ def room(module):
     return [*module.split("."), "errors"][1]
 
 
-def private_in(nodes):
-    """Private names that a module imports from another one of sbkit's, or reads as ``module._name``, and lines."""
-    modules, found = set(), []
-    for node in (each for each in nodes if isinstance(each, ast.ImportFrom)):
-        modules |= {alias.asname or alias.name for alias in node.names if f"{node.module}.{alias.name}" in FILES}
-        found += [(node.lineno, alias.name) for alias in node.names
-                  if node.module in FILES and PRIVATE.fullmatch(alias.name)]
-    return found + [(node.lineno, node.attr) for node in nodes
-                    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-                    and node.value.id in modules and PRIVATE.fullmatch(node.attr)]
-
-
 def test_every_room_has_its_place():
     assert {room(module) for module in FILES} <= set(ORDER)
 
@@ -102,18 +87,6 @@ def test_no_room_imports_one_above_it():
     up = [told(module, other) for module in FILES for other in imports(module)
           if ORDER.index(room(other)) > ORDER.index(room(module))]
     assert up == []
-
-
-@pytest.mark.parametrize("text", [
-    "from sbkit.data.audio import _handles", "from sbkit.data import audio\naudio._handles",
-    "from sbkit.data import audio as sound\nif sound._handles: pass"])
-def test_a_private_name_of_another_module_is_found(text):
-    assert [name for _, name in private_in(nodes_in(text))] == ["_handles"]
-
-
-def test_no_module_uses_a_private_name_of_another():
-    used = {module: found for module in FILES if (found := private_in(nodes(FILES[module])))}
-    assert used == {}
 
 
 def test_one_place_unpickles_what_others_wrote():
@@ -168,61 +141,6 @@ def test_what_uses_a_bundle_reaches_nothing_that_trains(place):
 def test_an_import_in_a_function_counts_as_well():
     code = "def f():\n    from sbkit.compat import brain\n    from sbkit.errors import SbkitError\n"
     assert imports_in(nodes_in(code), "sbkit.nn.ctc") == {"sbkit.compat.brain": 2, "sbkit.errors": 3}
-
-
-# ------------------------------------------------------------------ annotations
-
-
-def bare_in(nodes, code):
-    """Lines with an annotation or an alias that is `Any`, alone or in a union, and with no comment.
-
-    ``*args`` and ``**kwargs`` are what they are passed on to, and in ``dict[str, Any]`` the rest says enough.
-    """
-    lines = {node.lineno for node in annotations_in(nodes) if is_any(node)}
-    return sorted(lines - commented_in(code)) if lines else []
-
-
-def annotations_in(nodes):
-    for node in nodes:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            given = node.args
-            yield from (each.annotation for each in (*given.posonlyargs, *given.args, *given.kwonlyargs))
-            yield node.returns
-        elif isinstance(node, ast.AnnAssign):
-            yield node.annotation
-        elif isinstance(node, ast.Assign):
-            yield node.value
-
-
-def is_any(node):
-    if isinstance(node, ast.BinOp):
-        return is_any(node.left) or is_any(node.right)
-    return isinstance(node, ast.Name) and node.id == "Any"
-
-
-def commented_in(code):
-    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
-    return {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
-
-
-@pytest.mark.parametrize("code, found", [
-    ("def f(x: Any): pass", [1]), ("def f(x: Any, /): pass", [1]), ("def f(*, x: Any = None): pass", [1]),
-    ("async def f() -> Any: pass", [1]), ("def f(x: int | Any | None): pass", [1]), ("class C:\n    x: Any = 1", [2]),
-    ("def f():\n    def g(x: Any): pass", [2]), ("Tree = Any", [1]), ("x: Any = 'a # in a text'", [1]),
-    ("def f(x: Any,  # the first has one\n      y: Any,\n      z: int) -> None:  # of something else\n    pass", [2]),
-    ("def f(*args: Any, **kwargs: Any): pass", []), ("def f(x: dict[str, Any]) -> list[Any]: pass", []),
-    ("x: Callable[..., Any]", []), ("Tree = Any  # as YAML gives it", []), ("x = [Any]", []),
-    ("def f(x: Any) -> None:  # ctypes' pointer\n    pass", []),
-])
-def test_a_bare_any_is_found_unless_it_says_enough_or_its_line_says_why(code, found):
-    assert bare_in(nodes_in(code), code) == found
-
-
-def test_every_bare_any_has_its_reason():
-    bare = [f"{path.relative_to(HOME.parent)}:{line}" for path in sorted(HOME.rglob("*.py"))
-            if path.parent.name != "own"  # what sbkit new writes, as docs/tutorials/own-task.md explains it
-            for line in bare_in(nodes(path), path.read_text(encoding="utf-8"))]
-    assert bare == [], "give it a type, or say on its line why it has none"
 
 
 # ---------------------------------------------------------------- what messages advise
