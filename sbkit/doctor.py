@@ -52,10 +52,14 @@ _SHARED = "/dev/shm"
 
 
 class MachineFinding(NamedTuple):
-    """What was examined, what was found, and what to do about it: a fix makes it a warning or an error."""
+    """What was examined, what was found, and what to do about it: a fix makes it a warning or an error.
+
+    code : names the problem, see ``sbkit explain``; without a fix there is none
+    """
 
     what: str
     found: str
+    code: str = ""
     fix: str = ""
     is_error: bool = False
 
@@ -74,7 +78,7 @@ def examine() -> list[MachineFinding]:
         try:
             findings.extend(check())
         except Exception as error:  # anything may be broken; that is what the doctor is for
-            findings.append(MachineFinding(check.__name__.strip("_"), f"unknown: {summary(error)}",
+            findings.append(MachineFinding(check.__name__.strip("_"), f"unknown: {summary(error)}", "check-failed",
                                            "the other lines don't depend on it"))
 
     with ThreadPoolExecutor() as pool:
@@ -85,7 +89,7 @@ def examine() -> list[MachineFinding]:
         thread.join(CHECK_SECONDS)
         if thread.is_alive():
             findings.append(MachineFinding(check.__name__.strip("_"), f"no answer within {CHECK_SECONDS} s",
-                                           "is a network folder stuck?"))
+                                           "check-failed", "is a network folder stuck?"))
     return list(findings)  # a copy, which a check that is still running doesn't change
 
 
@@ -96,9 +100,11 @@ def _python() -> Iterator[MachineFinding]:
     description = f"{version}, {platform.system()} {platform.release()} {platform.machine()}"
     required = metadata.metadata("sbkit")["Requires-Python"] if version_of("sbkit") else ""
     if not SpecifierSet(required).contains(version, prereleases=True):
-        yield MachineFinding("Python", description, f"sbkit needs {required}: recreate the environment with it", True)
+        yield MachineFinding("Python", description, "unsupported-python",
+                             f"sbkit needs {required}: recreate the environment with it", True)
     elif any(SpecifierSet(versions).contains(version) for versions in _VERSIONS_THAT_HANG):
-        yield MachineFinding("Python", description, "a forked data worker may hang at its start; 3.10.15, 3.11.10 and "
+        yield MachineFinding("Python", description, "python-fork-hangs",
+                             "a forked data worker may hang at its start; 3.10.15, 3.11.10 and "
                              "3.12 have a fix: recreate the environment with one of them")
     else:
         yield MachineFinding("Python", description)
@@ -110,7 +116,7 @@ def _packages() -> Iterator[MachineFinding]:
 
     if version_of("sbkit") is None:
         yield MachineFinding("packages", "sbkit is imported from its folder and not installed, so its requirements are "
-                             "unknown", "pip install -e . in its folder, or make install")
+                             "unknown", "not-installed", "pip install -e . in its folder, or make install")
         return
     requirements = [Requirement(line) for line in metadata.requires("sbkit") or [] if "extra ==" not in line]
     met = []
@@ -119,7 +125,8 @@ def _packages() -> Iterator[MachineFinding]:
         if version is not None and requirement.specifier.contains(version, prereleases=True):
             met.append(f"{requirement.name} {version}")
         else:
-            yield MachineFinding(requirement.name, version or "not installed", f"pip install '{requirement}'", True)
+            code = "missing-package" if version is None else "wrong-version"
+            yield MachineFinding(requirement.name, version or "not installed", code, f"pip install '{requirement}'", True)
     without_torch = ", ".join(name for name in met if not name.startswith("torch"))  # which has lines of its own
     yield MachineFinding("packages", f"sbkit {version_of('sbkit')}; {len(met)} of its {len(requirements)} requirements "
                          f"are met: {without_torch}")
@@ -130,12 +137,12 @@ def _torch() -> Iterator[MachineFinding]:
     try:
         check_torch()
     except SbkitError as error:
-        yield MachineFinding("torch pair", error.message, error.hint or "", True)
+        yield MachineFinding("torch pair", error.message, error.code, error.hint or "", True)
     answers = ask("torch")
     torch, audio = answers["torch"], answers["torchaudio"]
     if "error" in torch:
         yield MachineFinding("torch", f"{version_of('torch') or 'it'} can't be imported: {torch['error']}",
-                             f"reinstall it: pip install --force-reinstall {TORCH}", True)
+                             "broken-package", f"reinstall it: pip install --force-reinstall {TORCH}", True)
         return
     if torch["cuda"]:
         backend = f"CUDA {torch['cuda']}"
@@ -146,6 +153,7 @@ def _torch() -> Iterator[MachineFinding]:
     yield MachineFinding("torch", f"{torch['version']}, built for {backend}")
     if "error" in audio:
         yield MachineFinding("torchaudio", f"{version_of('torchaudio')} doesn't work: {audio['error']}",
+                             "broken-package",
                              "install the one that belongs to this torch: pip install --force-reinstall --no-deps "
                              f"'torchaudio=={'.'.join(torch['version'].split('.')[:2])}.0'", True)
     else:
@@ -163,10 +171,11 @@ def _cards() -> Iterator[MachineFinding]:
         built_for = [name for name in seen["architectures"] if "_" in name]  # not ROCm's, such as gfx90a
         if built_for and not runs_on(built_for, (major, minor)):
             yield MachineFinding(f"cuda:{index}", f"{description}; this torch is not built for it",
+                                 "no-kernels",
                                  f"install one built for it: this is built for {', '.join(built_for)}", True)
         else:
             is_shared = card["free"] < 0.9 * card["total"]
-            yield MachineFinding(f"cuda:{index}", description,
+            yield MachineFinding(f"cuda:{index}", description, "gpu-in-use",
                                  "another process uses its memory: nvidia-smi lists it" if is_shared else "")
 
 
@@ -197,58 +206,63 @@ def _driver() -> MachineFinding:
         return MachineFinding(what, description)
     if "error" in seen:
         return MachineFinding(what, f"{description}; torch can't use the cards: {seen['error']}",
-                              "does nvidia-smi list them, and does another process hold them?", True)
+                              "broken-device", "does nvidia-smi list them, and does another process hold them?", True)
     if version is None and program is not None:
         return MachineFinding(what, f"nvidia-smi doesn't say its version: {smi[:200].strip() or 'no answer'}",
+                              "no-driver",
                               "reinstall the driver, or reboot after an update; a container needs --gpus all")
     if version is None:
-        return MachineFinding(what, "none: training and models run on the CPU",
+        return MachineFinding(what, "none: training and models run on the CPU", "no-driver",
                               "if there is a card, install its driver; a container needs --gpus all" if cuda else "")
     if not cuda:
         return MachineFinding(what, f"{description}; this torch is built without CUDA",
+                              "torch-without-cuda",
                               f"install a torch with CUDA: pip uninstall -y torch torchaudio; pip install {TORCH}",
                               True)
     if hidden is not None and not re.search(r"(?<!-)\b\d|GPU|MIG", hidden):
-        return MachineFinding(what, f"{description}; CUDA_VISIBLE_DEVICES={hidden!r} hides all cards",
+        return MachineFinding(what, f"{description}; CUDA_VISIBLE_DEVICES={hidden!r} hides all cards", "hidden-gpus",
                               "unset CUDA_VISIBLE_DEVICES")
     oldest = _OLDEST.get(cuda.split(".")[0], "0")
     if int(version[1].split(".")[0]) < int(oldest):
         return MachineFinding(what, f"{description}; torch is built for CUDA {cuda}, which needs {oldest} or newer",
+                              "old-driver",
                               f"update the driver to {oldest}, or install a torch for an older CUDA: pip install "
                               f"{TORCH} --index-url https://download.pytorch.org/whl/cu126", True)
-    return MachineFinding(what, f"{description}; torch finds no card that works", "does nvidia-smi list cards? "
-                          "a container needs --gpus all; after an update of the driver: reboot", True)
+    return MachineFinding(what, f"{description}; torch finds no card that works", "broken-device",
+                          "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: reboot", True)
 
 
 def _onnxruntime() -> Iterator[MachineFinding]:
     builds = [f"{name} {version}" for name, version in onnxruntimes().items()]
     answer = ask("onnxruntime")["onnxruntime"]
     if not builds:
-        yield MachineFinding("onnxruntime", "not installed: only ONNX models need it",
+        yield MachineFinding("onnxruntime", "not installed: only ONNX models need it", "missing-package",
                              "pip install onnxruntime (for CUDA: onnxruntime-gpu)")
     elif len(builds) > 1:
         yield MachineFinding("onnxruntime", f"{' and '.join(builds)}: each overwrote files of the other",
+                             "two-onnxruntimes",
                              f"pip uninstall -y {' '.join(onnxruntimes())}, then install the one you want", True)
     elif "error" in answer:
         yield MachineFinding("onnxruntime", f"{builds[0]} can't be imported: {answer['error']}",
+                             "broken-package",
                              f"reinstall it: pip install --force-reinstall {' '.join(onnxruntimes())}", True)
     else:
         misses_gpu = ask("torch")["cards"].get("cards") and "CUDAExecutionProvider" not in answer["providers"]
         names = ", ".join(name.removesuffix("ExecutionProvider") for name in answer["providers"])
-        yield MachineFinding("onnxruntime", f"{builds[0]}, built for {names}", "ONNX models run on the CPU; for the "
-                             "GPU: pip uninstall -y onnxruntime; pip install onnxruntime-gpu" if misses_gpu else "")
+        yield MachineFinding("onnxruntime", f"{builds[0]}, built for {names}", "onnxruntime-without-gpu",
+                             "ONNX models run on the CPU; for the GPU: pip uninstall -y onnxruntime; pip install onnxruntime-gpu" if misses_gpu else "")
 
 
 def _compilers() -> Iterator[MachineFinding]:
     """The C compiler for CPU kernels, and what Triton needs for GPU kernels."""
     compiler = installed_compiler()
     fix = "" if compiler else "apt install gcc"
-    yield MachineFinding("C compiler", compiler or "none (gcc, cc or clang)", fix)
+    yield MachineFinding("C compiler", compiler or "none (gcc, cc or clang)", "no-compiler", fix)
 
     kernels = ask("torch")["kernels"]
     problem = kernels.get("error") or kernels["why_not"]
     if problem:
-        yield MachineFinding("CPU kernels", f"not used: {problem}",
+        yield MachineFinding("CPU kernels", f"not used: {problem}", "no-cpu-kernels",
                              fix or "training on a CPU works without it, but slower")
     else:
         yield MachineFinding("CPU kernels", "compiled and loaded")
@@ -257,31 +271,33 @@ def _compilers() -> Iterator[MachineFinding]:
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     is_there = {"pip install triton": triton, "apt install gcc": compiler, "apt install python3-dev": header.is_file()}
     fixes = [how for how, there in is_there.items() if not there]
-    yield MachineFinding("Triton", triton or "not installed",
+    yield MachineFinding("Triton", triton or "not installed", "no-triton",
                          "GPU kernels and --compile need it: " + "; ".join(fixes) if fixes else "")
 
 
 def _machine() -> Iterator[MachineFinding]:
     """Cores, memory, open files and text encodings."""
     usable, threads = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
-    fix = ""
+    code = fix = ""
     if usable < 2:
+        code = "few-cores"
         fix = "data workers and training share it: give the container two or more"
     elif threads.isdecimal() and int(threads) > usable:
-        fix = f"threads would wait for each other: OMP_NUM_THREADS={usable}"
+        code = "too-many-threads"
+        fix = f"more threads than cores only wait for each other: OMP_NUM_THREADS={usable}"
     yield MachineFinding("cores", f"{usable} usable of {os.cpu_count()}"
-                         + (f"; OMP_NUM_THREADS={threads}" if threads else ""), fix)
+                         + (f"; OMP_NUM_THREADS={threads}" if threads else ""), code, fix)
 
     free = memory.available()
     limited = "; limited for this process (ulimit -v or -d)" if memory.bounded() else ""
-    yield MachineFinding("memory", f"{_gib(free)} of {_gib(memory.total())} free{limited}",
+    yield MachineFinding("memory", f"{_gib(free)} of {_gib(memory.total())} free{limited}", "little-memory",
                          "sbkit tune --memory finds batches that fit" if free < _MEMORY else "")
 
     if os.path.isdir(_SHARED):
         free = disk.free(Path(_SHARED))
         # Recipes' data workers pass on batches as files in memory, which are in no folder.
-        yield MachineFinding("shared memory", f"{_SHARED}: {_gib(free)} free", "recipes need no more; several GPUs "
-                             "(NCCL) and a script's own data loaders do: docker run --shm-size=8g"
+        yield MachineFinding("shared memory", f"{_SHARED}: {_gib(free)} free", "little-shared-memory",
+                             "recipes need no more; several GPUs (NCCL) and a script's own data loaders do: docker run --shm-size=8g"
                              if free < _SHARED_MEMORY else "")
 
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -293,13 +309,13 @@ def _machine() -> Iterator[MachineFinding]:
         fix = f"ulimit -n {min(65536, possible)}, before a run with many data workers"
     else:
         fix = "its hard limit is as low: fewer data workers, or ask who runs this machine"
-    yield MachineFinding("open files", "no limit" if is_unlimited else f"{soft_limit}", fix)
+    yield MachineFinding("open files", "no limit" if is_unlimited else f"{soft_limit}", "few-open-files", fix)
 
     of_names = sys.getfilesystemencoding()
     of_text = locale.getpreferredencoding(False)
     others = {of_names.lower(), of_text.lower()} - {"utf-8", "utf8"}
-    yield MachineFinding("locale", f"file names {of_names}, text {of_text}", "export LANG=C.UTF-8 PYTHONUTF8=1: names "
-                         "and transcripts are UTF-8" if others else "")
+    yield MachineFinding("locale", f"file names {of_names}, text {of_text}", "locale-not-utf8",
+                         "export LANG=C.UTF-8 PYTHONUTF8=1: names and transcripts are UTF-8" if others else "")
 
 
 def _folders() -> Iterator[MachineFinding]:
@@ -315,9 +331,10 @@ def _folders() -> Iterator[MachineFinding]:
             with tempfile.TemporaryFile(dir=disk.nearest_folder(folder)):  # os.access says yes of a read-only disk
                 free = disk.free(folder)
         except OSError as error:
-            yield MachineFinding(what, f"{shown} can't be written: {error.strerror}", fix, is_needed)
+            yield MachineFinding(what, f"{shown} can't be written: {error.strerror}", "not-writable", fix, is_needed)
         else:
-            yield MachineFinding(what, f"{shown}, {_gib(free)} free", f"make room, or {fix}" if free < _DISK else "")
+            yield MachineFinding(what, f"{shown}, {_gib(free)} free", "little-disk",
+                                 f"make room, or {fix}" if free < _DISK else "")
 
 
 def _gib(size: float) -> str:
@@ -326,8 +343,8 @@ def _gib(size: float) -> str:
 
 def as_json(findings: Sequence[MachineFinding]) -> str:
     """Format the findings as JSON, for programs."""
-    rows = [{"what": finding.what, "found": finding.found, "verdict": finding.verdict, "fix": finding.fix}
-            for finding in findings]
+    rows = [{"what": finding.what, "found": finding.found, "verdict": finding.verdict,
+             "code": finding.code if finding.fix else "", "fix": finding.fix} for finding in findings]
     errors = sum(finding.is_error for finding in findings)
     return json.dumps({"findings": rows, "errors": errors}, indent=1, ensure_ascii=False)
 
@@ -341,7 +358,7 @@ def as_table(findings: Sequence[MachineFinding], width: int = 80) -> str:
     for finding in findings:
         texts = textwrap.wrap(finding.found, text_width) or [""]
         if finding.fix:
-            texts += textwrap.wrap(f"-> {finding.fix}", text_width, subsequent_indent="   ")
+            texts += textwrap.wrap(f"-> {finding.fix} [{finding.code}]", text_width, subsequent_indent="   ")
         lines.append(f"{finding.verdict:{verdict_width}}  {finding.what:{what_width}}  {texts[0]}")
         lines += [f"{'':{verdict_width + what_width + 4}}{text}" for text in texts[1:]]
     verdicts = [finding.verdict for finding in findings]

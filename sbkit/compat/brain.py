@@ -157,7 +157,8 @@ class Brain(sb.core.Brain):
         parts = ParameterGroups(self.modules, vars(self.hparams))
         parts.values_by_path(self.keys.learning_rates or {}, "learning_rates")  # fails now if a name fits nothing
         if self._scales_rates and type(self).init_optimizers is not Brain.init_optimizers:
-            raise SbkitError(f"{type(self).__name__} creates its own optimizers, so learning_rates and layer_decay "
+            raise SbkitError("own-optimizers",
+                             f"{type(self).__name__} creates its own optimizers, so learning_rates and layer_decay "
                              "would have no effect", hint="remove them from the recipe")
         objects: dict[str, Any] = {
             "hooks": BrainHooks(self),
@@ -250,7 +251,9 @@ class Brain(sb.core.Brain):
             try:
                 super()._compile()
             except Exception as error:
-                raise SbkitError(f"--jit: {first_line(error).rstrip('.:')}", hint="--compile may do") from error
+                raise SbkitError("compile-failed",
+                                 f"--jit: torch.jit can't compile a module: {first_line(error).rstrip('.:')}",
+                                 hint="try --compile instead", key="jit") from error
             return
         self.compiled = compiling.compile_blocks(
             self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,

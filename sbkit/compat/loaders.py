@@ -82,7 +82,8 @@ def on_device(batches: Iterable[Any], loader: object, device: str) -> Iterable[A
 def check_planned(batch: T) -> T:
     """Return a batch of a plan; refuse one that only looks as if it said where its step ends."""
     if hasattr(batch, "last") and not isinstance(batch, PlannedBatch):
-        raise SbkitError(f"{type(batch).__name__}.last doesn't say where an optimizer step ends: it may be a key of a "
+        raise SbkitError("batch-without-plan",
+                         f"{type(batch).__name__}.last doesn't say where an optimizer step ends: it may be a key of a "
                          "recipe", hint="derive the class of a plan's batches from sbkit.data.batch.PlannedBatch")
     return batch
 
@@ -112,7 +113,8 @@ def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: d
 def _of_share(dataset: DataSource, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments for a loader that reads only this rank's share of a dataset."""
     if isinstance(dataset, IterableDataset):
-        raise SbkitError("an IterableDataset can't be split over ranks, but each rank evaluates only its share",
+        raise SbkitError("unsplittable-dataset",
+                         "an IterableDataset can't be split over ranks, but each rank evaluates only its share",
                          hint="give fit and evaluate an iterable that is not a Dataset and yields this rank's "
                               "share; a script can also remove share_validation")
     kwargs = dict(kwargs)

@@ -184,7 +184,7 @@ class ScriptTrainer(Trainer):
         what = (f"batch {state.batches_in_epoch} has the loss {loss.item()}, number {state.failed_in_epoch} of epoch "
                 f"{epoch}")
         if state.failed_in_epoch > patience:
-            raise NotFinite(what, hint=f"nonfinite_patience allows {patience}")
+            raise NotFinite("not-finite", what, hint=f"nonfinite_patience allows {patience}")
         logger.warning("%s (nonfinite_patience allows %d)", what, patience)
 
     def _agree_on_flags(self) -> set[str]:

@@ -75,4 +75,5 @@ def _refuse_what_fsdp_lacks(brain: Brain) -> None:
             getattr(optimizer, "needs_whole_parameters", False)}
     for name, is_used in unshardable.items():
         if is_used:
-            raise SbkitError(f"fsdp can't be used together with {name}", hint="remove one of them")
+            raise SbkitError("conflicting-options",
+                             f"fsdp can't be used together with {name}", hint="remove one of them", key="fsdp")

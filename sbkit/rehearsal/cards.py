@@ -79,11 +79,13 @@ def parse_cards(text: str) -> tuple[int, Card]:
     card = match and by_name.get(_plain(match[2]))
     if match is None or card is None:
         near = did_you_mean(match[2], CARDS) if match is not None else ""
-        raise SbkitError(f"'{text}' is not a known GPU", hint=(f"did you mean {near}? " if near else "")
-                         + f"write for example 8xH100; known are {', '.join(CARDS)}")
+        raise SbkitError("unknown-gpu", f"'{text}' is not a known GPU", hint=(f"did you mean {near}? " if near else "")
+                         + f"write for example 8xH100; known are {', '.join(CARDS)}", value=text)
     count = int(match[1] or 1)
     if not 1 <= count <= MAX_CARDS:
-        raise SbkitError(f"'{text}' asks for {count} GPUs", hint=f"1 to {MAX_CARDS} of one machine can be simulated")
+        raise SbkitError("bad-value",
+                         f"'{text}' asks for {count} GPUs", hint=f"1 to {MAX_CARDS} of one machine can be simulated",
+                         value=text)
     return count, card
 
 

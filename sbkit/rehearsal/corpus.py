@@ -111,7 +111,8 @@ def refuse_words(recipe: Recipe, text: str) -> None:
         if tokenizer is not None:
             tokenizer.encode(text)
     except Exception as error:  # each task has its own
-        raise SbkitError(f"there is no corpus {keys.corpus.source or ''} on this machine, and {task.__name__} has no "
+        raise SbkitError("no-corpus",
+                         f"there is no corpus {keys.corpus.source or ''} on this machine, and {task.__name__} has no "
                          f"tokens for the random words that replace it: {first_line(error)}",
                          hint="run the check with a corpus; a few recordings are enough") from error
 

@@ -174,7 +174,8 @@ def _search_batch_size(request: arguments.CommandLine) -> float:
         sizes = batch_size_search.measure(trial, request, budget, fresh=True)
         seconds, how = batch_size_search.recommended(trial, sizes)
     if not seconds:
-        raise SbkitError(f"max_batch_seconds: auto: {how}", hint=batch_size_search.SMALLER)
+        raise SbkitError("no-batch-fits", f"max_batch_seconds: auto: {how}", hint=batch_size_search.SMALLER,
+                         key="max_batch_seconds")
     return seconds
 
 
@@ -237,8 +238,9 @@ def _time_steps(brain: Any, batch: MicroBatch) -> tuple[float, fake_gpu.Counters
     """Return the CPU seconds of this process for the fastest of some steps, and its counts of launches and copies."""
     for _ in range(2):  # the first creates the optimizer states
         if not brain.try_batch(batch):
-            raise SbkitError(f"the planned micro-batch of {batch.padded_seconds:.0f} s doesn't fit into the GPU",
-                             hint="lower max_batch_seconds")
+            raise SbkitError("out-of-memory",
+                             f"the planned micro-batch of {batch.padded_seconds:.0f} s doesn't fit into the GPU",
+                             hint="lower max_batch_seconds", key="max_batch_seconds")
     brain.train_state.first_step_checked = True  # in a run, only the first step looks for what is unreached
     steps = []
     for _ in range(TRIES):
@@ -304,7 +306,7 @@ def train(job: Mapping[str, Any], diary: Diary) -> int:
     ranks.init(devices.resolve(request.run_opts.device))
     ranks.run_on_main(check_start)
     _run(job, diary, on_step=ready)
-    raise SbkitError("the run ended before it could be killed in its second epoch")
+    raise SbkitError("run-too-short", "the run ended before it could be killed in its second epoch")
 
 
 def resume(job: Mapping[str, Any], diary: Diary) -> int:

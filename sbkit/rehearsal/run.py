@@ -78,7 +78,8 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
                 for file in folder.glob("*.group"):
                     _kill_group(int(file.read_text()))
         if not (folder / "found.json").exists():
-            raise SbkitError(f"the rehearsal ended early:\n{(folder / 'server.log').read_text()[-3000:]}", exit_code=1)
+            raise SbkitError("rehearsal-failed",
+                             f"the rehearsal ended early:\n{(folder / 'server.log').read_text()[-3000:]}", exit_code=1)
         return json.loads((folder / "found.json").read_text().replace(temporary, "the rehearsal's folder"))
 
 

@@ -80,7 +80,9 @@ def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest:
     """Score this rank's share: fills ``brain.rows``, returns the unreadable recordings and the loss."""
     keys = recipe.keys
     if not request.max_batch_seconds and keys.batching is None:
-        raise SbkitError("the recipe has no batching", hint="set the audio in one batch: --max-batch-seconds 120")
+        raise SbkitError("missing-key",
+                         "the recipe has no batching", hint="set the audio in one batch: --max-batch-seconds 120",
+                         key="batching")
     loader = EvalLoader(
         manifest, recipe.task.tokenizer(keys), columns=BatchColumns(recipe.task.columns, keys),
         augment=keys.test_augment,

@@ -26,8 +26,9 @@ def use_options(task: Task, request: EvaluateRequest) -> None:
     """Have the tests of a task do what the options of ``sbkit evaluate`` ask for, except its recogniser."""
     use_search(task, request)
     if request.behaviour and not task.writes_words:
-        raise SbkitError(f"{type(task).__name__} is no recogniser, so --behaviour has nothing to try",
-                         hint="leave it out")
+        raise SbkitError("option-not-for-task",
+                         f"{type(task).__name__} is no recogniser, so --behaviour has nothing to try",
+                         hint="leave it out", key="behaviour")
     if request.chunk:
         use_chunks(task, request.chunk)
 
@@ -39,8 +40,9 @@ def use_search(task: Task, request: EvaluateRequest) -> None:
         return
     for option in _SEARCH_OPTIONS:
         if getattr(request, option):
-            raise SbkitError(f"{type(task).__name__} has no search, so it can't use --{option.replace('_', '-')}",
-                             hint="leave it out")
+            raise SbkitError("option-not-for-task",
+                             f"{type(task).__name__} has no search, so it can't use --{option.replace('_', '-')}",
+                             hint="leave it out", key=option)
 
 
 def use_chunks(task: Task, chunk: Sequence[int | None]) -> None:
@@ -49,8 +51,9 @@ def use_chunks(task: Task, chunk: Sequence[int | None]) -> None:
     chunk : milliseconds; None is the whole utterance
     """
     if task.transcriber is None:
-        raise SbkitError(f"{type(task).__name__} doesn't recognise in chunks, so it can't use --chunk",
-                         hint="leave it out")
+        raise SbkitError("option-not-for-task",
+                         f"{type(task).__name__} doesn't recognise in chunks, so it can't use --chunk",
+                         hint="leave it out", key="chunk")
     task.transcriber.use_chunks(chunk)
 
 
@@ -66,8 +69,9 @@ def open_recogniser(recipe: Recipe, bundles: Bundles, requested: str | None = No
     if bundle is None:
         return None
     if not recipe.task.generates_speech:
-        raise SbkitError(f"{recipe.task.__name__} generates no speech, so it can't use --recogniser",
-                         hint="leave it out")
+        raise SbkitError("option-not-for-task",
+                         f"{recipe.task.__name__} generates no speech, so it can't use --recogniser",
+                         hint="leave it out", key="recogniser")
     transcribe: Transcribe = bundles.text_transcriber(bundle, recipe.keys.sample_rate)
     return transcribe
 

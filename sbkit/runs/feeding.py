@@ -43,7 +43,8 @@ def pad_to_shapes(brain: Task, plan: Plan, device: torch.device, train: Manifest
         return
     reason = why_not_padded(brain)
     if reason is not None and requested:
-        raise SbkitError(f"batching: pad_to_shapes: {reason}", hint="leave it out")
+        raise SbkitError("cannot-pad-to-shapes", f"batching: pad_to_shapes: {reason}", hint="leave it out",
+                         key="batching")
     if reason is not None:
         if ranks.is_main():
             logger.info("Micro-batches aren't padded to few shapes: %s", reason)

@@ -39,8 +39,8 @@ def split(texts: Sequence[str], count: int) -> np.ndarray:
     """
     sentences = sorted(set(texts), key=lambda text: hashlib.blake2b(text.encode(), digest_size=8).digest())
     if not 2 <= count <= len(sentences):
-        raise SbkitError(f"--folds {count}: the training rows have {len(sentences)} different sentences",
-                         hint="choose 2 or 3; each fold has sentences that the others lack")
+        raise SbkitError("bad-value", f"--folds {count}: the training rows have {len(sentences)} different sentences",
+                         hint="choose 2 or 3; each fold has sentences that the others lack", key="folds", value=count)
     numbers = {text: number % count for number, text in enumerate(sentences)}
     return np.array([numbers[text] for text in texts])
 
@@ -82,5 +82,5 @@ def train(fold: Fold, words: Sequence[str], corpus: Corpus, count: int) -> None:
     with processes.child(command) as process:
         code = process.wait()
     if code:
-        raise SbkitError(f"the run of fold {fold.number} ended with code {code}: {fold.run}",
-                         hint="its messages above say why; the same command resumes it", exit_code=1)
+        raise SbkitError("failed-fold", f"the run of fold {fold.number} ended with code {code}: {fold.run}",
+                         hint="its messages above say why; the same command resumes it", exit_code=1, file=fold.run)

@@ -36,8 +36,9 @@ def earlier_result(keys: TaskKeys, command: CommandLine) -> float | None:
     if not keys.batching.auto:
         return None
     if not isinstance(command.overrides.get("batching", {}), dict):
-        raise SbkitError("--batching: max_batch_seconds: auto needs arguments by name",
-                         hint="give --batching.max_batch_seconds auto, and each other argument likewise")
+        raise SbkitError("bad-option", "--batching: max_batch_seconds: auto needs arguments by name",
+                         hint="give --batching.max_batch_seconds auto, and each other argument likewise",
+                         key="batching")
     return None if initial.fresh(keys) else stored_json(keys.folder / MEASURED).get(KEY)
 
 
@@ -64,7 +65,9 @@ def measure(config: RunConfig) -> float:
         result = _measure_in_process(config, gib)
     seconds, how = min(ranks.gather_objects(result))
     if not seconds:
-        ranks.raise_on_main(SbkitError(f"max_batch_seconds: auto: {how}", hint=batch_size_search.SMALLER, exit_code=1))
+        ranks.raise_on_main(SbkitError("no-batch-fits",
+                                       f"max_batch_seconds: auto: {how}", hint=batch_size_search.SMALLER, exit_code=1,
+                                       key="max_batch_seconds"))
     if ranks.is_main():
         logger.info("max_batch_seconds: auto is %g: %s", seconds, how)
         with atomic_write(config.folder / MEASURED) as out:
@@ -86,8 +89,8 @@ def _measure_in_process(config: RunConfig, gib: float) -> tuple[float, str]:
     try:
         answer = receiver.recv()
     except EOFError:
-        raise SbkitError("max_batch_seconds: auto: the process that measures what fits ended early",
-                         hint="give a number; sbkit tune finds one") from None
+        raise SbkitError("failed-trial", "max_batch_seconds: auto: the process that measures what fits ended early",
+                         hint="give a number; sbkit tune finds one", key="max_batch_seconds") from None
     finally:
         process.kill()
         process.join()
@@ -107,4 +110,4 @@ def _serve(pipe: Connection, command: CommandLine, device: torch.device, gib: fl
         with open_trial(command, device) as trial:
             pipe.send(batch_size_search.recommended(trial, batch_size_search.measure(trial, command, gib)))
     except SbkitError as error:
-        pipe.send(SbkitError(error.message, hint=error.hint, exit_code=1))
+        pipe.send(SbkitError(error.code, error.message, hint=error.hint, exit_code=1))

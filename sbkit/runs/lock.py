@@ -128,8 +128,9 @@ class RunLock:
             waited = time.monotonic() - began
             is_run = holder.alive and holder.facts.get("runs", True)
             if is_run and waited > PATIENCE:
-                raise SbkitError(f"{self.folder} is in use by another run: {holder}",
-                                 hint=f"wait for it, end it, or choose another place with {self.option}")
+                raise SbkitError("folder-in-use", f"{self.folder} is in use by another run: {holder}",
+                                 hint=f"wait for it, end it, or choose another place with {self.option}",
+                                 file=self.folder)
             if not has_warned and waited > TOLD_AFTER:
                 has_warned = True
                 if is_run:
@@ -167,8 +168,9 @@ class RunLock:
                 newest = self._newest()
                 # Another process has taken the folder, or a new folder of the same name.
                 if newest > self._number or (newest == self._number and not self._held.is_at(self._path(newest))):
-                    ending.exit_with_error(f"{self.folder} was taken over by another run, because this one gave no "
-                                           "sign of life for too long; this run ends here")
+                    ending.exit_with_error(
+                        "folder-in-use", f"{self.folder} was taken over by another run, because this one had not "
+                        f"renewed its lock for {DEAD_AFTER:g} s; this run ends here")
                 os.utime(self._held.descriptor)
 
 

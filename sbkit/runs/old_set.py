@@ -99,16 +99,17 @@ def guard(recipe: Recipe, brain: Brain, weights: ChosenWeights, accept_worse: bo
     keys = recipe.keys
     if weights.share is not None:
         if keys.init_from is None:
-            raise SbkitError(f"--mean {weights.share:g}: {keys.folder} did not start from other weights "
-                             "(init_from: null)", hint="leave it out")
+            raise SbkitError("bad-option", f"--mean {weights.share:g}: {keys.folder} did not start from other weights "
+                             "(init_from: null)", hint="leave it out", key="mean")
         initial.MeanWithSource(brain).take(weights.share)
     if not isinstance(keys.corpus, Replay):
         return ""
     old_set = OldSet.read(keys.folder)
     try:
         if old_set is None:
-            raise SbkitError(f"the run replays its source's corpus, but lacks {OLD_SET}: the old test's result before "
-                             "training is unknown", hint="--accept-worse exports it anyway")
+            raise SbkitError("no-old-test",
+                             f"the run replays its source's corpus, but lacks {OLD_SET}: the old test's result before "
+                             "training is unknown", hint="--accept-worse exports it anyway", file=keys.folder)
         value = None
         if weights == keys.tested_weights:  # the run's own test scored them
             value = stored_json(keys.folder / TESTED).get(f"{old_set.metric} {OLD}")
@@ -124,7 +125,9 @@ def guard(recipe: Recipe, brain: Brain, weights: ChosenWeights, accept_worse: bo
         message = f"the model forgot: {message}"
         if not accept_worse:
             offer = old_set.offer(keys.folder, keys.tested_weights)
-            raise SbkitError(message, hint=f"{offer}; ".removeprefix("; ") + "--accept-worse exports it anyway")
+            raise SbkitError("forgot",
+                             message, hint=f"{offer}; ".removeprefix("; ") + "--accept-worse exports it anyway",
+                             file=keys.folder)
     print(message, file=sys.stderr)
     return f"{message[0].upper()}{message[1:]}."
 

@@ -94,7 +94,7 @@ def _collect(pretrainer: Pretrainer) -> dict[str, str]:
     sources = dict(pretrainer.paths)
     for name, problem, hint in missing_weights(pretrainer):
         what = f"pretrainer: {name}" if name in sources else "pretrainer"
-        raise SbkitError(f"{what}: {problem}", hint=hint)
+        raise SbkitError("missing-file", f"{what}: {problem}", hint=hint, key="pretrainer")
 
     wanted = [name for name in pretrainer.loadables if pretrainer.is_loadable(name)]
     folder = pretrainer.collect_in
@@ -109,8 +109,9 @@ def _collect(pretrainer: Pretrainer) -> dict[str, str]:
     except SbkitError:
         raise
     except Exception as error:  # a network or a hub may raise anything
-        raise SbkitError(f"pretrainer: can't fetch {', '.join(str(sources[name]) for name in wanted)}: "
-                         f"{summary(error)}", hint="is the name right, and is the network up?") from error
+        raise SbkitError("no-network", f"pretrainer: can't fetch {', '.join(str(sources[name]) for name in wanted)}: "
+                         f"{summary(error)}", hint="is the name right, and is the network up?",
+                         key="pretrainer") from error
     finally:
         pretrainer.paths = sources  # SpeechBrain replaces them with the paths of the fetched files
 
@@ -120,9 +121,11 @@ def _load(obj: Any, name: str, path: str, of_recipe: Hook | None) -> None:  # ob
     try:
         _call_hook(obj, name, path, of_recipe)
     except SbkitError as error:
-        raise SbkitError(f"pretrainer: {name}: {error.message}", hint=error.hint) from error
+        raise SbkitError(error.code, f"pretrainer: {name}: {error.message}", hint=error.hint,
+                         key="pretrainer", file=path) from error
     except Exception as error:  # a file may hold anything
-        raise SbkitError(f"pretrainer: {path} can't be loaded into {name}: {summary(error)}") from error
+        raise SbkitError("state-not-loaded", f"pretrainer: {path} can't be loaded into {name}: {summary(error)}",
+                         key="pretrainer", file=path) from error
 
 
 def _call_hook(obj: Any, name: str, path: str, of_recipe: Hook | None) -> None:  # as above
@@ -139,16 +142,17 @@ def _call_hook(obj: Any, name: str, path: str, of_recipe: Hook | None) -> None: 
     elif load_checkpoint is not None:
         load_checkpoint(obj, path, False)
     else:
-        raise SbkitError(f"there is no known way to load a {type(obj).__name__}",
-                         hint=f"give the pretrainer a custom_hooks for {name}")
+        raise SbkitError("state-not-loaded", f"there is no known way to load a {type(obj).__name__}",
+                         hint=f"give the pretrainer a custom_hooks for {name}", key=name)
 
 
 def _transfer(module: nn.Module, name: str, path: str) -> None:
     """Load the parameters that a file and a module both have; warn of others, and refuse other shapes."""
     with open(path, "rb") as file:
         if file.read(9)[8:] == b"{":  # after its header's length
-            raise SbkitError(f"{path} is a safetensors file, as a bundle has", hint="take a checkpoint's "
-                             "model.ckpt, or --init_from FOLDER for the weights of a run or a bundle")
+            raise SbkitError("wrong-weights",
+                             f"{path} is a safetensors file, as a bundle has", hint="take a checkpoint's "
+                             "model.ckpt, or --init_from FOLDER for the weights of a run or a bundle", file=path)
     state = load_file(path)
     own = module.state_dict()
     shared: list[str] = []
@@ -156,12 +160,13 @@ def _transfer(module: nn.Module, name: str, path: str) -> None:
         state = hook_on_loading_state_dict_checkpoint(dict(state))
         shared = [key for key in own if key in state]
     if not shared and own:
-        raise SbkitError(f"{path} has none of the module's parameters: {differences(own, state)}",
-                         hint="is it the file of a different layer?")
+        raise SbkitError("no-matching-weights",
+                         f"{path} has none of the module's parameters: {differences(own, state)}",
+                         hint="is it the file of a different layer?", file=path)
     differing = differences({key: own[key] for key in shared}, {key: state[key] for key in shared})
     if differing:
-        raise SbkitError(f"{path} comes from a model of different sizes: {differing}",
-                         hint="set the recipe's sizes to those it was trained with")
+        raise SbkitError("other-model", f"{path} comes from a model of different sizes: {differing}",
+                         hint="set the recipe's sizes to those it was trained with", file=path)
 
     module.load_state_dict(state, strict=False)
     if not ranks.is_main():

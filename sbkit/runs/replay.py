@@ -53,8 +53,9 @@ class Replay(Mixture):
     def check_splits(self, splits_of_parts: Mapping[str, Collection[str]], needed: Sequence[str]) -> None:
         super().check_splits(splits_of_parts, needed)
         if "test" in needed and "test" not in splits_of_parts[OLD]:
-            raise SbkitError(f"replay: {self.parts[OLD].source} has no test split to measure forgetting on",
-                             hint="name a run, or a corpus that has one: replay_from")
+            raise SbkitError("no-test-split",
+                             f"replay: {self.parts[OLD].source} has no test split to measure forgetting on",
+                             hint="name a run, or a corpus that has one: replay_from", key="replay")
 
 
 def _rules_of_old(options: object, new: Corpus) -> TextRules:
@@ -78,8 +79,9 @@ def with_replay(keys: TaskKeys) -> Replay:
     """The recipe's corpus mixed with the one that the initial model was trained on."""
     assert keys.replay is not None
     if isinstance(keys.corpus, Mixture):
-        raise SbkitError("replay: the corpus is a mixture already", hint="make the old corpus a part of it, and leave "
-                                                                        "out replay")
+        raise SbkitError("conflicting-options",
+                         "replay: the corpus is a mixture already", hint="make the old corpus a part of it, and leave "
+                                                                        "out replay", key="replay")
     try:
         joint = Replay(keys.corpus, keys.replay, _source_of_old(keys))
         joint.parts[OLD].check_exists()
@@ -100,9 +102,11 @@ def _source_of_old(keys: TaskKeys) -> str | Path:
     if run is not None:
         return run / MANIFESTS
     if not Path(str(keys.init_from)).expanduser().exists() and not names_model(str(keys.init_from)):
-        raise SbkitError(f"init_from: {keys.init_from} doesn't exist", hint="name a run")
-    raise SbkitError(f"replay: {keys.init_from} has no {PREPARED}, so it is unknown what it was trained on",
-                     hint="name that corpus: replay_from: a run, or what data_folder could be")
+        raise SbkitError("no-such-path", f"init_from: {keys.init_from} doesn't exist", hint="name a run",
+                         key="init_from", file=str(keys.init_from))
+    raise SbkitError("unknown-corpus",
+                     f"replay: {keys.init_from} has no {PREPARED}, so it is unknown what it was trained on",
+                     hint="name that corpus: replay_from: a run, or what data_folder could be", key="replay")
 
 
 def _run_of(keys: TaskKeys) -> Path | None:
@@ -142,11 +146,10 @@ def problems(keys: TaskKeys) -> Iterator[Problem]:
         try:
             with_replay(keys)
         except SbkitError as error:
-            key, _, message = error.message.partition(": ")
+            key = error.key or ""
             if key not in ("replay", "init_from"):
                 key = "replay" if keys.replay_from is None else "replay_from"
-                message = error.message
-            yield Problem(key, message, error.hint or "")
+            yield Problem(key, error.message.removeprefix(f"{key}: "), error.hint or "")
     recipe = (_run_of(keys) or Path(keys.init_from)) / RECIPE
     rate = load.tree(recipe).at("sample_rate") if recipe.is_file() else None
     if isinstance(rate, int) and rate != keys.sample_rate:

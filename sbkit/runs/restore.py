@@ -62,14 +62,15 @@ def read_run(run: str | Path) -> Recipe:
     try:
         hparams = builder.objects(tree)
     except Exception as error:
-        raise SbkitError(f"{path} cannot be loaded: {summary(error)}",
-                         hint="was it trained with your own code? add its folder to PYTHONPATH") from error
+        raise SbkitError("recipe-not-loaded", f"{path} cannot be loaded: {summary(error)}",
+                         hint="was it trained with your own code? add its folder to PYTHONPATH", file=path) from error
     if hparams.get("brain") is None:
-        raise SbkitError(f"{run} was trained by a script, which also tests; this command needs the run of a task",
-                         hint="docs/tutorials/own-task.md makes a task of it")
+        raise SbkitError("run-of-script",
+                         f"{run} was trained by a script, which also tests; this command needs the run of a task",
+                         hint="docs/tutorials/own-task.md makes a task of it", file=run)
     if hparams.get("checkpointer") is None:
-        raise SbkitError(f"{path} has no checkpointer, so nothing that it trained was saved",
-                         hint="train it again with one")
+        raise SbkitError("no-checkpoint", f"{path} has no checkpointer, so nothing that it trained was saved",
+                         hint="train it again with one", file=path)
     recipe = Recipe(hparams, load.read_keys(hparams, path), tree)
     recipe.task.tokenizer(recipe.keys)  # loads the tokenizer and the like from the preparation
     return recipe
@@ -80,9 +81,12 @@ def _require_run(folder: Path) -> None:
     if folder.resolve().parent.name == EVALUATIONS and folder.is_dir() and not (folder / "save").exists():
         run = folder.resolve().parents[1]
         if (run / RECIPE).is_file():
-            raise SbkitError(f"{folder} has the results of a test, not a run", hint=f"name the run's folder: {run}")
+            raise SbkitError("not-a-run",
+                             f"{folder} has the results of a test, not a run", hint=f"name the run's folder: {run}",
+                             file=folder)
     if (folder / RECIPE).is_file():
         return
+    code = "not-a-run" if folder.exists() else "no-such-path"
     problem = "does not exist"
     if folder.is_dir():
         problem = f"is not a run: it has no {RECIPE}"
@@ -93,7 +97,7 @@ def _require_run(folder: Path) -> None:
         if (parent / RECIPE).is_file():
             hint = f"name the run's folder: {parent}"
             break
-    raise SbkitError(f"{folder} {problem}", hint=hint)
+    raise SbkitError(code, f"{folder} {problem}", hint=hint, file=folder)
 
 
 def warn_unfinished(recipe: Recipe) -> None:
@@ -141,7 +145,9 @@ def take_weights(brain: Brain, weights: ChosenWeights = BEST_CHECKPOINT) -> list
     order = order_of(checkpointer, brain.metric, weights.checkpoint)
     if weights.average.several:
         if weights.by_name:
-            raise SbkitError(f"only the best or the last checkpoints can be averaged, not {weights.checkpoint}")
+            raise SbkitError("conflicting-options",
+                             f"only the best or the last checkpoints can be averaged, not {weights.checkpoint}",
+                             key="average")
         if len(weight_recoverables(checkpointer)) < len(checkpointer.recoverables):  # the rest isn't averaged
             checkpointer.recover_if_possible(**order)
         return load_average(checkpointer, weights.average, **order)
@@ -164,12 +170,13 @@ def order_of(checkpointer: Checkpointer, metric: Metric, checkpoint: str,
     requested : how to request the newest instead, for the message
     """
     if not checkpointer.list_checkpoints():
-        raise SbkitError(f"{checkpointer.checkpoints_dir} has no checkpoint",
-                         hint="train it, or wait for its first checkpoint")
+        raise SbkitError("no-checkpoint", f"{checkpointer.checkpoints_dir} has no checkpoint",
+                         hint="train it, or wait for its first checkpoint", file=checkpointer.checkpoints_dir)
     order = metric.order if checkpoint == BEST else Order()
     if order and not any(metric.name in ckpt.meta for ckpt in checkpointer.list_checkpoints()):
-        raise SbkitError(f"no checkpoint in {checkpointer.checkpoints_dir} was validated, so none is the best by "
-                         f"{metric.name}", hint=f"use the newest ({requested})")
+        raise SbkitError("not-validated",
+                         f"no checkpoint in {checkpointer.checkpoints_dir} was validated, so none is the best by "
+                         f"{metric.name}", hint=f"use the newest ({requested})", file=checkpointer.checkpoints_dir)
     return order
 
 
@@ -183,8 +190,9 @@ def find_checkpoint(checkpointer: Checkpointer, name: str) -> Checkpoint:
     problem = f"there is no checkpoint {name!r}"
     if matching:
         problem = f"{len(matching)} checkpoints have {name!r} in their name"
-    raise SbkitError(f"{problem} in {checkpointer.checkpoints_dir}",
-                     hint=f"choose one of {', '.join(sorted(checkpoints))}, {BEST} or {LAST}")
+    raise SbkitError("no-checkpoint", f"{problem} in {checkpointer.checkpoints_dir}",
+                     hint=f"choose one of {', '.join(sorted(checkpoints))}, {BEST} or {LAST}",
+                     file=checkpointer.checkpoints_dir, value=name)
 
 
 def moved_recipe(path: Path, folder: Path, overrides: Mapping[str, Any] | None = None) -> Node:
@@ -194,5 +202,5 @@ def moved_recipe(path: Path, folder: Path, overrides: Mapping[str, Any] | None =
         hint = "is it a recipe that a run wrote?"
         if (folder / BUNDLE).is_file():
             hint = "that is a bundle: name the run that it was exported from"
-        raise SbkitError(f"{path} lacks output_folder", hint=hint)
+        raise SbkitError("not-a-run", f"{path} lacks output_folder", hint=hint, file=path)
     return moved(earlier_recipes.rename(tree), folder)

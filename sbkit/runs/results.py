@@ -73,9 +73,10 @@ def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
     if before != now or not all((folder / name).exists() for name in files):
         changes = [*guard.changes(), *_options_changed(before.get("options") or {}, now["options"])]
         if changes and not request.run_opts.test_only and to_raise:
-            raise SbkitError(f"{folder} is finished, so these changes would have no effect: {'; '.join(changes)}",
+            raise SbkitError("finished-run",
+                             f"{folder} is finished, so these changes would have no effect: {'; '.join(changes)}",
                              hint=f"choose another --output_folder; if the model stays the same, a larger {to_raise} "
-                                  "trains on, and --test_only tests with the changes")
+                                  "trains on, and --test_only tests with the changes", file=folder)
         return ""
 
     summary = tested.get("said", "done")

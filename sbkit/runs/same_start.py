@@ -44,7 +44,8 @@ def require(request: CommandLine) -> None:
     keys = sorted(differing, key=follows)
     differences = [_in_words(key, differing[key]) for key in keys[:_NAMED]]
     more = f"; and {len(keys) - _NAMED} more keys" if len(keys) > _NAMED else ""
-    ranks.raise_on_main(SbkitError(f"the ranks were started differently: {'; '.join(differences)}{more}",
+    ranks.raise_on_main(SbkitError("ranks-started-differently",
+                                   f"the ranks were started differently: {'; '.join(differences)}{more}",
                                    hint="start all with the same recipe and options"))
 
 

@@ -37,8 +37,8 @@ def find(request: EvaluateRequest, recipe: Recipe) -> ScoredCorpus:
     """Find what a request names, and prepare it unless it is a prepared split of the run."""
     own = recipe.keys.corpus
     if (request.on or "").startswith("{"):
-        raise SbkitError(f"--data_folder: {request.on} is a mapping, and one split is scored",
-                         hint="name its list: --data_folder test.csv")
+        raise SbkitError("bad-option", f"--data_folder: {request.on} is a mapping, and one split is scored",
+                         hint="name its list: --data_folder test.csv", key="data_folder", value=request.on)
     split = request.split or "test"
     is_own = request.on is None and request.data_root is None
     if request.split and is_own and not own.manifest_path(split).is_file() and split not in own.names():
@@ -84,7 +84,8 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
         if request.on is not None:
             raise
         # The command did not name this corpus.
-        raise SbkitError(f"the corpus of {request.run}: {error.message}", hint=error.hint) from error
+        raise SbkitError(error.code, f"the corpus of {request.run}: {error.message}", hint=error.hint,
+                         file=error.file, line=error.line, key=error.key) from error
     print(corpus.summary(), file=sys.stderr)
     return title, corpus
 
@@ -109,7 +110,7 @@ def _only_test(names: list[str], source: Named | Source | None, request: Evaluat
     alone = names[0] if len(names) == 1 and request.on is not None else None
     split = next((name for name in names if name.lower() in _TEST), alone)
     if split is None:
-        raise SbkitError(f"{source} has no test split (it has {', '.join(names) or 'none'})",
+        raise SbkitError("no-test-split", f"{source} has no test split (it has {', '.join(names) or 'none'})",
                          hint="choose one with --split")
     return split
 

@@ -176,8 +176,8 @@ def _refuse_foreign_folder(keys: TaskKeys) -> None:
 
     refuse_another_run(keys.checkpointer.checkpoints_dir, keys.folder)
     if (keys.folder / BUNDLE).is_file():
-        raise SbkitError(f"{keys.folder} is a bundle, which a run would overwrite",
-                         hint="choose another --output_folder")
+        raise SbkitError("output-exists", f"{keys.folder} is a bundle, which a run would overwrite",
+                         hint="choose another --output_folder", file=keys.folder)
 
 
 def _refuse_options(keys: TaskKeys, options: RunOptions) -> None:
@@ -185,11 +185,15 @@ def _refuse_options(keys: TaskKeys, options: RunOptions) -> None:
     from sbkit.runs import initial
 
     if options.test_only and (options.debug or initial.fresh(keys)):
-        raise SbkitError(f"--test_only: {keys.checkpointer.checkpoints_dir} has no checkpoint to test",
+        raise SbkitError("no-checkpoint",
+                         f"--test_only: {keys.checkpointer.checkpoints_dir} has no checkpoint to test",
                          hint="--debug keeps checkpoints in a temporary folder: leave it out" if options.debug
-                         else "train first, or name the folder of a run with --output_folder")
+                         else "train first, or name the folder of a run with --output_folder",
+                         file=keys.checkpointer.checkpoints_dir)
     if options.debug and not (options.debug_persistently or initial.fresh(keys)):
-        raise SbkitError(f"--debug would replace the results in {keys.folder}", hint="name another --output_folder")
+        raise SbkitError("output-exists",
+                         f"--debug would replace the results in {keys.folder}", hint="name another --output_folder",
+                         file=keys.folder)
 
 
 def _filled_elsewhere(recipe: Recipe) -> set[int]:

@@ -42,9 +42,10 @@ def check(folder: Path, corpus: Corpus, split: str) -> None:
         return
     where = f", but was prepared from {other} since" if other else ""
     path = corpus.manifest_path(split)
-    raise SbkitError(f"{path} is not the manifest that the run in {folder} was trained on{where}", hint=(
+    raise SbkitError("changed-manifest",
+                     f"{path} is not the manifest that the run in {folder} was trained on{where}", hint=(
         "name the corpus to score with --data_folder; sbkit prepare with the run's own recipe and keys makes its "
-        "manifests again"))
+        "manifests again"), file=path)
 
 
 def _prepared_from_another(corpus: Corpus) -> Path | None:

@@ -135,8 +135,9 @@ def _changes_named(guard: StartGuard, folder: Path) -> Iterator[None]:
         changes = guard.changes()
         if not changes:
             raise
-        raise SbkitError(f"the checkpoints in {folder} are of another model; what has changed: {'; '.join(changes)}",
-                         hint=error.hint) from error
+        raise SbkitError("other-model",
+                         f"the checkpoints in {folder} are of another model; what has changed: {'; '.join(changes)}",
+                         hint=error.hint, file=folder) from error
 
 
 def _log_plan(plan: Plan, began_with: int, steps: int, utterances: int, epochs: int) -> None:
@@ -212,7 +213,7 @@ def before_run(command_line: CommandLine, needed: Sequence[str] = SPLITS) -> Nod
         refused_anyway = {"syntax", "missing-key", "setting", "wrong-value", "no-output", "no-corpus"}
         can_skip = refused_anyway.isdisjoint(finding.code for finding in report.errors)
         skip = "; --no-check skips this check" if can_skip else ""
-        raise SbkitError(f"{problems}\n{report.verdict()}{skip}", exit_code=1)
+        raise SbkitError("failed-check", f"{problems}\n{report.verdict()}{skip}", exit_code=1, file=command_line.path)
     if report.problems():
         print(report.problems(), file=sys.stderr, flush=True)
     print(report.verdict(), file=sys.stderr, flush=True)
@@ -228,4 +229,6 @@ def before_training(recipe: Recipe, path: Path) -> None:
         print(finding, file=sys.stderr, flush=True)
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
-        raise SbkitError("the labels don't fit the model", hint="--no-check trains on them anyway", exit_code=1)
+        raise SbkitError("failed-check",
+                         "the labels don't fit the model", hint="--no-check trains on them anyway", exit_code=1,
+                         file=path)

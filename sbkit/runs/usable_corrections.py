@@ -43,9 +43,10 @@ def write_usable(source: Path, manifests: Path, out: Path) -> None:
     reasons = [f"{len(names)} {why}: {', '.join(names[:3])}" for why, names in left_out.items()]
     sentences = len({_letters(correction["text"]) for correction in usable})
     if sentences < _MIN_SENTENCES:
-        raise SbkitError(f"{source} has {len(usable)} usable corrections of {sentences} "
+        raise SbkitError("too-few-corrections", f"{source} has {len(usable)} usable corrections of {sentences} "
                          f"sentence{'s' * (sentences != 1)}" + "".join(f"; {reason}" for reason in reasons),
-                         hint="correct recordings of more sentences: a tenth of them is the test, and a tenth the dev")
+                         hint="correct recordings of more sentences: a tenth of them is the test, and a tenth the dev",
+                         file=source)
     if reasons:
         print("corrections left out:", *reasons, sep="\n  ", file=sys.stderr)
 
@@ -70,8 +71,9 @@ def _corrections(source: Path) -> list[Correction]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number == len(lines):  # without its end: a server is writing it, or was killed meanwhile
                 continue
-            raise SbkitError(f"{source}, line {number} is no correction: {error!r}", hint=(
-                'write {"audio_filepath": ..., "text": ...}, as sbkit serve --corrections does')) from None
+            raise SbkitError("bad-correction", f"{source}, line {number} is no correction: {error!r}", hint=(
+                'write {"audio_filepath": ..., "text": ...}, as sbkit serve --corrections does'),
+                             file=source, line=number) from None
         corrections.append(correction)
     return corrections
 

@@ -19,6 +19,8 @@ from sbkit.errors import SbkitError
 
 #: Errors of a full, read-only or broken disk, and of exceeded quotas and file sizes.
 ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
+#: Those of them that more room mends.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 HINT = "make room or raise the quota there, then run the same command again"
 
 
@@ -100,7 +102,8 @@ def disk_errors_as_user_error(path: str | os.PathLike[str], called: str = "") ->
             raise
         name = cause.filename if cause.filename and os.path.isdir(path) else path
         hint = "choose another place" if cause.errno == errno.EROFS else HINT
-        raise SbkitError(explain(cause, name, called=called if name == path else ""), hint=hint) from error
+        raise SbkitError(code_of(cause), explain(cause, name, called=called if name == path else ""), hint=hint,
+                         file=name) from error
 
 
 @contextlib.contextmanager
@@ -110,8 +113,8 @@ def writing_into(folder: str | os.PathLike[str], option: str) -> Iterator[None]:
         with disk_errors_as_user_error(folder):
             yield
     except OSError as error:
-        raise SbkitError(f"cannot write into {os.fspath(folder)}: {error.strerror or error}",
-                         hint=f"choose another place with {option}") from error
+        raise SbkitError("not-writable", f"cannot write into {os.fspath(folder)}: {error.strerror or error}",
+                         hint=f"choose another place with {option}", file=folder) from error
 
 
 def disk_error(error: BaseException) -> OSError | None:
@@ -128,6 +131,13 @@ def disk_error(error: BaseException) -> OSError | None:
             return OSError(int(match[1]), os.strerror(int(match[1])))
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def code_of(error: OSError) -> str:
+    """Return the code of a disk error: whether the disk is full, read-only or broken."""
+    if error.errno in _FULL:
+        return "disk-full"
+    return "broken-disk" if error.errno == errno.EIO else "not-writable"
 
 
 def explain(error: OSError, path: str | os.PathLike[str], needed: float | None = None, called: str = "") -> str:
@@ -154,7 +164,7 @@ def check_writable(path: Path, option: str) -> None:
     """Raise if a file can't be written, before the work that produces it."""
     try:
         if path.is_dir():
-            raise SbkitError(f"{path} is a folder", hint=f"name a file with {option}")
+            raise SbkitError("not-a-file", f"{path} is a folder", hint=f"name a file with {option}", file=path)
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -163,7 +173,9 @@ def check_writable(path: Path, option: str) -> None:
 
 def unwritable(path: Path, option: str, error: OSError) -> SbkitError:
     """Return the error for a file, named by this option, that can't be written."""
-    return SbkitError(f"cannot write {path}: {error.strerror or error}", hint=f"choose another place with {option}")
+    code = code_of(error) if error.errno in ERRORS else "not-writable"
+    return SbkitError(code, f"cannot write {path}: {error.strerror or error}",
+                      hint=f"choose another place with {option}", file=path)
 
 
 def size(count: float) -> str:
@@ -178,7 +190,7 @@ def size(count: float) -> str:
 def check_room(path: str | os.PathLike[str], needed: float, hint: str) -> None:
     """Raise if the disk of ``path`` has less room than ``needed``, before work begins."""
     if needed > free(Path(path)):
-        raise SbkitError(explain(OSError(errno.ENOSPC, ""), path, needed), hint=hint)
+        raise SbkitError("disk-full", explain(OSError(errno.ENOSPC, ""), path, needed), hint=hint, file=path)
 
 
 def link_or_copy(path: Path, name: Path) -> None:

@@ -53,15 +53,17 @@ def check_torch(torch: str | None = None, torchaudio: str | None = None) -> None
     if torch is None:
         torch, torchaudio = version_of("torch"), version_of("torchaudio")
         if torch is None or torchaudio is None:
-            raise SbkitError(f"{'torch' if torch is None else 'torchaudio'} is not installed",
+            raise SbkitError("missing-package", f"{'torch' if torch is None else 'torchaudio'} is not installed",
                              hint=f"pip install {TORCH}")
     if _minor(torch) < _OLDEST_TORCH:
-        raise SbkitError(f"torch {torch} is too old: before 2.10, a file of weights can corrupt memory",
+        raise SbkitError("old-torch",
+                         f"torch {torch} is too old: before 2.10, a file of weights can corrupt memory",
                          hint=f"pip install {TORCH}: checkpoints stay valid")
     # torchaudio 2.11.1 takes a function that torch 2.11.0 doesn't have.
     if torchaudio is not None and (_minor(torch) != _minor(torchaudio) or re.match(r"2\.11\.[1-9]", torchaudio)):
         wanted = ".".join(map(str, _minor(torch)))
         raise SbkitError(
+            "torchaudio-mismatch",
             f"torch {torch} and torchaudio {torchaudio} are of different releases and cannot be loaded together",
             hint=f"pip install 'torchaudio=={wanted}.0' (or {TORCH})",
         )
@@ -70,8 +72,9 @@ def check_torch(torch: str | None = None, torchaudio: str | None = None) -> None
 def _minor(version: str) -> tuple[int, int]:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None:
-        raise SbkitError(f"the version {shown(version)} of torch or torchaudio doesn't begin with two numbers",
-                         hint=f"pip install {TORCH}, or give your build a version such as 2.11.0+own")
+        raise SbkitError("unknown-torch-version",
+                         f"the version {shown(version)} of torch or torchaudio doesn't begin with two numbers",
+                         hint=f"pip install {TORCH}, or give your build a version such as 2.11.0+own", value=version)
     return int(numbers[1]), int(numbers[2])
 
 

@@ -170,7 +170,7 @@ def require(what: str, value: object, allowed: Schema) -> None:
     sbkit.errors.SbkitError: batching: buckets is 2.0; it must be a whole number, 1 or more, or null
     """
     if value not in allowed:
-        raise SbkitError(f"{what} is {value!r}", hint=f"it must be {allowed}")
+        raise SbkitError("bad-value", f"{what} is {value!r}", hint=f"it must be {allowed}", key=what, value=value)
 
 
 def texts(what: str, value: object) -> list[str]:
@@ -181,5 +181,6 @@ def texts(what: str, value: object) -> list[str]:
     """
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
-        raise SbkitError(f"{what} is {value!r}", hint="it must be a text, or a list of texts")
+        raise SbkitError("bad-value", f"{what} is {value!r}", hint="it must be a text, or a list of texts",
+                         key=what, value=value)
     return list(items)

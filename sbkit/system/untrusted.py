@@ -111,8 +111,8 @@ def check_tokens(tokens: Iterable[str], where: str) -> None:
     """Raise if a token of a vocabulary has a control character, which every transcript would send to a terminal."""
     for place, token in enumerate(tokens):
         if CONTROL.search(token) or "\n" in token or "\t" in token:
-            raise SbkitError(f"token {place} of {where} has a control character: {shown(token)}",
-                             hint="take another model, or remove it from the vocabulary")
+            raise SbkitError("control-character", f"token {place} of {where} has a control character: {shown(token)}",
+                             hint="take another model, or remove it from the vocabulary", value=token)
 
 
 def load_tensors(path: str | os.PathLike[str], device: Any = "cpu", mmap: bool = False) -> Any:  # what was saved
@@ -167,7 +167,8 @@ def standard_input(what: str, hint: str) -> TextIO:
     hint : a command that provides it
     """
     if sys.stdin is None:
-        raise SbkitError(f"- reads {what} from standard input, but standard input is closed", hint=hint)
+        raise SbkitError("no-standard-input",
+                         f"- reads {what} from standard input, but standard input is closed", hint=hint)
     if sys.stdin.isatty():
-        raise SbkitError(f"- reads {what} from standard input, but that is a terminal", hint=hint)
+        raise SbkitError("no-standard-input", f"- reads {what} from standard input, but that is a terminal", hint=hint)
     return sys.stdin

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from sbkit.tasks.learning_progress import LearningProgress
 from sbkit.train.schedule import Schedule
 
-CHANCE, DIVERGENCE = "chance", "divergence"
+#: Codes of notices.
+CHANCE, DIVERGENCE = "nothing-learnt", "diverged"
 #: Steps between two looks at the loss.
 EVERY = 10
 #: A model has learnt nothing while its loss is less than this share below chance: knowing which letters begin and end
@@ -31,9 +32,9 @@ LASTING, GAINED, LOWEST, GROWN = 100, 0.3, 0.1, 1.5
 
 
 class Notice(NamedTuple):
-    """A notice of a problem, or, if ``holds`` is false, that it has passed."""
+    """A notice of a problem, or, if ``holds`` is false, that it has passed. Its code is as that of an error."""
 
-    what: str
+    code: str
     step: int
     headline: str
     detail: str
@@ -42,7 +43,8 @@ class Notice(NamedTuple):
 
     def text(self) -> str:
         """Format the notice for the log."""
-        first = f"Step {self.step:,}: {self.headline[0].lower()}{self.headline[1:]}. {self.detail}"
+        headline = f"{self.headline[0].lower()}{self.headline[1:]}"
+        first = f"Step {self.step:,}: {headline} [{self.code}]. {self.detail}"
         if not self.advice:
             return first
         return "\n  - ".join([f"{first} What to try, the likeliest first:", *self.advice])
@@ -140,9 +142,9 @@ class Standing(NamedTuple):
 class LearningNotices:
     """Monitors the training loss, and returns a notice when a problem begins and when it is over.
 
-    - ``chance``: the loss has not left chance (see ``LearningProgress``) after a number of steps, weighted by their
+    - ``nothing-learnt``: the loss has not left chance (see ``LearningProgress``) after a number of steps, weighted by their
       learning rates, or at the end of training;
-    - ``divergence``: half of the progress is lost, or the loss is far above its start.
+    - ``diverged``: half of the progress is lost, or the loss is far above its start.
 
     Notices only depend on steps, so they are the same on every rank. Checkpoints don't have what was said: a resumed
     run says again what still holds, once it has watched for as long as a new one would.

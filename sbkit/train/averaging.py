@@ -35,7 +35,9 @@ class EMA:
 
     def __init__(self, module: torch.nn.Module, decay: float = 0.999):
         if not 0.0 <= decay < 1.0:
-            raise SbkitError(f"the decay of an average must be in [0, 1), not {decay}", hint="0.999 is usual")
+            raise SbkitError("bad-value",
+                             f"the decay of an average must be in [0, 1), not {decay}", hint="0.999 is usual",
+                             key="decay", value=decay)
         self.module = module
         self.decay = decay
         self.updates = 0
@@ -126,7 +128,7 @@ class EMA:
         """Continue from a saved state."""
         unlike = differences(self.module.state_dict(), state["weights"])
         if unlike:
-            raise SbkitError(f"the moving average in the checkpoint belongs to another model: {unlike}")
+            raise SbkitError("other-model", f"the moving average in the checkpoint belongs to another model: {unlike}")
         self.updates = int(state["updates"])
         self._averages = {}
         if not self.updates:

@@ -39,7 +39,8 @@ def load_average(
     """
     recoverables = weight_recoverables(checkpointer)
     if not recoverables:
-        raise SbkitError("the checkpointer has no module among its recoverables, so there are no weights to average",
+        raise SbkitError("no-weights",
+                         "the checkpointer has no module among its recoverables, so there are no weights to average",
                          hint="add the model to recoverables")
     used: list[Checkpoint] = []
     modules_first = sorted(recoverables.items(), key=lambda item: isinstance(item[1], EMA))
@@ -66,7 +67,9 @@ def averaged_state(
     best_first = checkpointer.find_checkpoints(min_key=min_key, max_key=max_key)
     used, states = _readable_states(best_first, recoverable, average.count)
     if not used:
-        raise SbkitError(f"no checkpoint in {checkpointer.checkpoints_dir} holds {recoverable!r} to average")
+        raise SbkitError("no-weights",
+                         f"no checkpoint in {checkpointer.checkpoints_dir} holds {recoverable!r} to average",
+                         file=checkpointer.checkpoints_dir)
     if len(used) < average.count:
         logger.warning("Averaging %d of %d requested checkpoints: there are no more to choose from", len(used),
                        average.count)
@@ -98,8 +101,8 @@ def _readable_states(checkpoints: Iterable[Checkpoint], recoverable: str, count:
         state = weights_in(hook_on_loading_state_dict_checkpoint(load_file(path, lazily=True)))
         unlike = differences(states[0], state) if states else ""
         if unlike:
-            raise SbkitError(f"{path} can't be averaged with {used[0].path}: {unlike}",
-                             hint="are there checkpoints of two models in one folder?")
+            raise SbkitError("other-model", f"{path} can't be averaged with {used[0].path}: {unlike}",
+                             hint="are there checkpoints of two models in one folder?", file=path)
         used.append(checkpoint)
         states.append(state)
     return used, states

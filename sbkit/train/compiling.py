@@ -33,8 +33,8 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
     """
     unknown = [key for key in keys or () if key not in modules]
     if unknown:
-        raise SbkitError(f"--compile_module_keys: there is no {', '.join(unknown)} under modules",
-                         hint=f"choose among {', '.join(modules)}")
+        raise SbkitError("bad-option", f"--compile_module_keys: there is no {', '.join(unknown)} under modules",
+                         hint=f"choose among {', '.join(modules)}", key="compile_module_keys")
     named = [modules[key] for key in keys or modules]
     layers = {id(layer): layer for module in named for layer in repeated_layers(module)}
     if keys or not layers:
@@ -69,7 +69,9 @@ def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
     # "reduce-overhead" captures CUDA graphs layer by layer; here steps are captured as a whole (see ``graphs``).
     modes = [name for name in torch._inductor.list_mode_options() if name != "reduce-overhead"]
     if mode is not None and mode not in modes:
-        raise SbkitError(f"--compile_mode: torch has no mode {mode!r}", hint=f"choose among {', '.join(modes)}")
+        raise SbkitError("bad-option",
+                         f"--compile_mode: torch has no mode {mode!r}", hint=f"choose among {', '.join(modes)}",
+                         key="compile_mode", value=mode)
     options = torch._inductor.list_mode_options(mode or "default", dynamic=True)
     options["triton.cudagraphs"] = False
     # On a CPU this optimization fixes strides around convolutions, so each length would be compiled again.

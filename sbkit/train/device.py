@@ -30,7 +30,8 @@ def resolve(device: Device | None = None) -> torch.device:
     if requested.type == "cpu":
         return torch.device("cpu")
     if requested.type == "meta":
-        raise SbkitError("device 'meta' holds no data, so nothing can be trained on it", hint="use cpu")
+        raise SbkitError("bad-value", "device 'meta' holds no data, so nothing can be trained on it", hint="use cpu",
+                         key="device")
     _refuse_unavailable(requested)
     if requested.type not in _NUMBERED:
         return requested
@@ -40,17 +41,19 @@ def resolve(device: Device | None = None) -> torch.device:
     index = _index_of_this_process(requested, count)
     if index >= count:
         raise SbkitError(
+            "no-such-device",
             f"device '{requested.type}:{index}' does not exist: this process sees {count} "
             f"{requested.type} device{'s' if count != 1 else ''} (numbered from 0)",
             hint="name another one, or start fewer processes (torchrun --nproc_per_node)",
+            key="device",
         )
     resolved = torch.device(requested.type, index)
     try:
         backend.set_device(index)
         torch.zeros(1, device=resolved)
     except RuntimeError as error:
-        raise SbkitError(f"device '{resolved}' was found but can't be used: {first_line(error)}",
-                         hint="run with --device cpu, or repair the driver") from error
+        raise SbkitError("broken-device", f"device '{resolved}' was found but can't be used: {first_line(error)}",
+                         hint="run with --device cpu, or repair the driver", key="device") from error
     if resolved.type == "cuda":
         attention_kernel.leave_cudnn()
     return resolved
@@ -72,8 +75,8 @@ def _refuse_unavailable(requested: torch.device) -> None:
     if requested.type == "cuda":
         is_built = torch.version.cuda is not None or torch.version.hip is not None
         reason = "finds no working driver or card" if is_built else "is built without CUDA"
-    raise SbkitError(f"device '{requested}' can't be used: torch {torch.__version__} {reason}",
-                     hint="run with --device cpu")
+    raise SbkitError("no-such-device", f"device '{requested}' can't be used: torch {torch.__version__} {reason}",
+                     hint="run with --device cpu", key="device")
 
 
 def _index_of_this_process(requested: torch.device, count: int) -> int:
@@ -118,11 +121,13 @@ def parse(device: object) -> torch.device:
     if isinstance(device, torch.device):
         return device
     if isinstance(device, bool) or not isinstance(device, (str, int)):
-        raise SbkitError(f"device {device!r} is not a device", hint="write cpu, cuda, cuda:0, mps or xpu:1")
+        raise SbkitError("bad-value",
+                         f"device {device!r} is not a device", hint="write cpu, cuda, cuda:0, mps or xpu:1",
+                         key="device", value=device)
     try:
         if isinstance(device, int) or device.strip().isdigit():
             return torch.device("cuda", int(device))
         return torch.device(device.strip())
     except RuntimeError as error:
-        raise SbkitError(f"device '{device}' is not a device that torch knows",
-                         hint="write cpu, cuda, cuda:0, mps or xpu:1") from error
+        raise SbkitError("bad-value", f"device '{device}' is not a device that torch knows",
+                         hint="write cpu, cuda, cuda:0, mps or xpu:1", key="device", value=device) from error

@@ -38,8 +38,10 @@ class Freezing:
         for pattern, value in flattened(wanted or {}).items():
             if 0 < frozen_until(value) < math.inf and parts.matching(pattern) <= self._frozen_by_model:
                 raise SbkitError(
+                    "frozen-by-model",
                     f"freeze: {pattern} is to train after step {value}, but the model itself keeps it frozen",
-                    hint="take it out of freeze; for a pretrained encoder's convolutions see freeze_front")
+                    hint="take it out of freeze; for a pretrained encoder's convolutions see freeze_front",
+                    key="freeze", value=pattern)
 
         self._frozen_by_recipe: dict[str, float] = {}
         """The number of steps in which parameters don't train, by path."""

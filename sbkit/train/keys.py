@@ -48,13 +48,14 @@ class TrainKeys(Keys):
             try:
                 class_of(name)
             except SbkitError as error:
-                yield Problem("loggers", error.message.removeprefix("loggers: "), error.hint or "")
+                yield Problem("loggers", error.message.removeprefix(f"{error.key}: "), error.hint or "")
 
     @property
     def moving_average(self) -> Any:  # an EMA, as above
         """The moving average of the weights; None if the recipe has none, or one that is switched off."""
         if self.ema is not None and not hasattr(self.ema, "decay"):
-            raise SbkitError(f"ema is {self.ema!r}, not an EMA", hint="write !new:sbkit.train.averaging.EMA")
+            raise SbkitError("bad-value",
+                             f"ema is {self.ema!r}, not an EMA", hint="write !new:sbkit.train.averaging.EMA", key="ema")
         return self.ema if self.ema is not None and self.ema.decay > 0 else None
 
 

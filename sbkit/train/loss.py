@@ -97,7 +97,8 @@ def as_loss(value: Objectives, is_dummy: bool = False) -> Loss:
     loss = value if isinstance(value, Loss) else Loss(value, 1.0)
     one_number(loss.total, "compute_objectives", only_tensor=True)
     if isinstance(loss.count, (int, float)) and loss.count < 0:
-        raise SbkitError(f"compute_objectives returned sbkit.Loss with a count of {loss.count}", hint="0 is the least")
+        raise SbkitError("bad-loss",
+                         f"compute_objectives returned sbkit.Loss with a count of {loss.count}", hint="0 is the least")
     total = loss.total.float() if loss.total.dtype in _HALF else loss.total
     loss = loss._replace(total=total.reshape(()))
     if not is_dummy:
@@ -162,6 +163,6 @@ def one_number(loss: Loss | torch.Tensor | float, method: str, only_tensor: bool
             loss = torch.tensor(float(loss))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise SbkitError(f"{method} returned a loss of {shape}, not one number",
+        raise SbkitError("bad-loss", f"{method} returned a loss of {shape}, not one number",
                          hint="return a scalar tensor or sbkit.Loss(total, count)")
     return loss

@@ -59,15 +59,18 @@ class Muon(Optimizer):
                  betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.01):
         for name, value in {"lr": lr, "update_rms": update_rms, "eps": eps, "weight_decay": weight_decay}.items():
             if not value >= 0:
-                raise SbkitError(f"{name} is {value}, and must be at least 0")
+                raise SbkitError("bad-value", f"{name} is {value}, and must be at least 0", key=name, value=value)
         for name, value in {"momentum": momentum, **{f"betas[{i}]": beta for i, beta in enumerate(betas)}}.items():
             if not 0 <= value < 1:
-                raise SbkitError(f"{name} is {value}, and must be at least 0 and below 1")
+                raise SbkitError("bad-value", f"{name} is {value}, and must be at least 0 and below 1",
+                                 key=name, value=value)
         if isinstance(orthogonalize_every, bool) or not isinstance(orthogonalize_every, int) or orthogonalize_every < 1:
-            raise SbkitError(f"orthogonalize_every is {orthogonalize_every}, and must be a whole number, 1 or more")
+            raise SbkitError("bad-value",
+                             f"orthogonalize_every is {orthogonalize_every}, and must be a whole number, 1 or more",
+                             key="orthogonalize_every", value=orthogonalize_every)
         if not isinstance(modules, (list, tuple)) or not all(isinstance(module, nn.Module) for module in modules):
-            raise SbkitError(f"modules is {modules!r}, which is not a list of modules",
-                             hint="list keys of the recipe: modules: [!ref <KEY>]")
+            raise SbkitError("bad-value", f"modules is {modules!r}, which is not a list of modules",
+                             hint="list keys of the recipe: modules: [!ref <KEY>]", key="modules")
         self.matrices = _matrices_of(modules)
         """The ids of the parameters that Muon updates; AdamW updates the rest."""
         super().__init__(params, {
@@ -278,6 +281,7 @@ def _matrices_of(modules: Sequence[nn.Module]) -> set[int]:
                               if next(layer.parameters(recurse=False), None) is not None)
         listed = f" ({', '.join(kinds)})" if kinds else ""
         raise SbkitError(
+            "nothing-for-muon",
             f"modules holds no layer whose weight Muon updates{listed}, so Muon would be the same as AdamW",
             hint="take AdamW, opt_class: !name:torch.optim.AdamW {lr: !ref <lr>}; or name modules with linear "
                  "layers, attention or ungrouped convolutions, but not the output layer")

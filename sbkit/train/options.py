@@ -33,16 +33,19 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
 
     device = str(devices.resolve(pick(opts, values, "device")))
     if pick(opts, values, "data_parallel_backend") and torch.cuda.device_count() == 0:
-        raise SbkitError(f"data_parallel_backend is {NO_DATA_PARALLEL[0]}", hint=NO_DATA_PARALLEL[1])
+        raise SbkitError("no-such-device", f"data_parallel_backend is {NO_DATA_PARALLEL[0]}", hint=NO_DATA_PARALLEL[1],
+                         key="data_parallel_backend")
     for name in ("precision", "eval_precision"):
         if pick(opts, values, name) == "auto":
             opts, values = _with_value(opts, values, name, native_precision(torch.device(device)))
         precision = pick(opts, values, name)
         if precision not in _PRECISIONS:
-            raise SbkitError(f"{name} is {precision!r}", hint=f"choose one of auto, {', '.join(_PRECISIONS)}")
+            raise SbkitError("bad-value",
+                             f"{name} is {precision!r}", hint=f"choose one of auto, {', '.join(_PRECISIONS)}",
+                             key=name, value=precision)
     factor = option_number(_FACTOR, pick(opts, values, _FACTOR))
     if factor is not None and factor < 1:
-        raise SbkitError(f"{_FACTOR} is {factor}, and must be 1 or more")
+        raise SbkitError("bad-value", f"{_FACTOR} is {factor}, and must be 1 or more", key=_FACTOR, value=factor)
     values = _with_one_interval(opts, values)
 
     chosen = set(opts.overridden_args)
@@ -58,7 +61,9 @@ def _run_options(run_opts: RunOptions | Mapping[str, Any] | None) -> RunOptions:
         return run_opts
     unknown = sorted(set(run_opts or ()) - {field.name for field in dataclasses.fields(RunOptions)})
     if unknown:
-        raise SbkitError(f"run_opts has unknown keys: {', '.join(unknown)}", hint="keys of the recipe go into hparams")
+        raise SbkitError("unknown-key",
+                         f"run_opts has unknown keys: {', '.join(unknown)}", hint="keys of the recipe go into hparams",
+                         key=unknown[0])
     return RunOptions() if run_opts is None else RunOptions.from_dictionary(dict(run_opts))
 
 
@@ -67,7 +72,8 @@ def _checked_hparams(hparams: Mapping[str, Any] | None) -> dict[str, Any] | None
     if hparams is None:
         return None
     if not isinstance(hparams, Mapping):
-        raise SbkitError(f"hparams is of {type(hparams).__name__}, not a mapping", hint=_ORDER)
+        raise SbkitError("bad-value", f"hparams is of {type(hparams).__name__}, not a mapping", hint=_ORDER,
+                         key="hparams")
     values = {name: guard_loss(value) for name, value in hparams.items()}
     values.update({name: option_number(name, values[name]) for name in NUMBERS if name in values})
     return values
@@ -90,7 +96,8 @@ def _with_one_interval(opts: RunOptions, hparams: dict[str, Any] | None) -> dict
         if hparams is not None and is_replaced and other in hparams:
             hparams = {**hparams, other: 0}
     if float(pick(opts, hparams, minutes)) > 0 and int(pick(opts, hparams, batches)) > 0:
-        raise SbkitError(f"{minutes} and {batches} are both set", hint="set one of them to 0")
+        raise SbkitError("conflicting-options", f"{minutes} and {batches} are both set", hint="set one of them to 0",
+                         key=minutes)
     return hparams
 
 
@@ -122,28 +129,36 @@ def check_opt_class(opt_class: Callable[..., Optimizer] | None) -> Callable[...,
     if opt_class is None:
         return None
     if isinstance(opt_class, Optimizer):
-        raise SbkitError("opt_class is an optimizer, not a class", hint="write !name: instead of !new:")
+        raise SbkitError("bad-optimizer",
+                         "opt_class is an optimizer, not a class", hint="write !name: instead of !new:",
+                         key="opt_class")
     if not callable(opt_class):
         given = repr(opt_class) if isinstance(opt_class, str) else f"of {type(opt_class).__name__}"
-        raise SbkitError(f"opt_class is {given}, not a class", hint=_ORDER if isinstance(opt_class, Mapping) else
-                         "write !name: and its name, such as !name:torch.optim.AdamW")
+        raise SbkitError("bad-optimizer",
+                         f"opt_class is {given}, not a class", hint=_ORDER if isinstance(opt_class, Mapping) else
+                         "write !name: and its name, such as !name:torch.optim.AdamW", key="opt_class")
     inner, named = unwrapped(opt_class)
     if isinstance(inner, type) and issubclass(inner, Optimizer):
         try:
             inspect.signature(inner).bind([], **named)
         except TypeError as error:
             known = [name for name in inspect.signature(inner).parameters if name != "params"]
-            raise SbkitError(f"opt_class: {inner.__name__} {error}", hint=f"it takes {', '.join(known)}") from None
+            raise SbkitError("bad-optimizer",
+                             f"opt_class: {inner.__name__} {error}", hint=f"it takes {', '.join(known)}",
+                             key="opt_class") from None
         for name in {"lr", "weight_decay", "momentum", "eps"} & named.keys():
             if isinstance(named[name], str):
-                raise SbkitError(f"opt_class: {name} is the text {named[name]!r}", hint="write it without quotes")
+                raise SbkitError("bad-optimizer",
+                                 f"opt_class: {name} is the text {named[name]!r}", hint="write it without quotes",
+                                 key="opt_class")
     return opt_class
 
 
 def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Module]:
     """Return the modules without null ones; raise an error for objects of other types and for unusable names."""
     if not isinstance(modules, (Mapping, torch.nn.ModuleDict, type(None))):
-        raise SbkitError(f"modules is of {type(modules).__name__}, not a mapping", hint="give it names: {'model': ...}")
+        raise SbkitError("bad-modules",
+                         f"modules is of {type(modules).__name__}, not a mapping", hint="give it names: {'model': ...}")
     checked = {key: module for key, module in (modules or {}).items() if module is not None}
     for key, module in checked.items():
         if isinstance(module, torch.nn.Module):
@@ -156,10 +171,12 @@ def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Modul
         elif isinstance(module, functools.partial):
             hint = "it was never built: write !new: instead of !name:"
         kind = type(module).__name__
-        raise SbkitError(f"modules: '{key}' is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}, not a module",
-                         hint=hint)
+        raise SbkitError("bad-modules",
+                         f"modules: '{key}' is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}, not a module",
+                         hint=hint, key=key)
     for key in checked:
         if not isinstance(key, str) or not key or "." in key or hasattr(torch.nn.ModuleDict(), key):
-            raise SbkitError(f"modules: '{key}' can't be the name of a module",
-                             hint="choose a word without dots that is not a method of torch.nn.ModuleDict")
+            raise SbkitError("bad-modules", f"modules: '{key}' can't be the name of a module",
+                             hint="choose a word without dots that is not a method of torch.nn.ModuleDict",
+                             key=str(key))
     return checked

@@ -68,8 +68,10 @@ def depths(brain: sb.Brain, parts: ParameterGroups) -> dict[str, int]:
     below all layers.
     """
     if not is_task(brain):
-        raise SbkitError(f"layer_decay needs the order of the layers, and {type(brain).__name__} has no dummy batch "
-                         "that shows it", hint="derive it from sbkit.tasks.task.Task, or use learning_rates")
+        raise SbkitError("no-layer-order",
+                         f"layer_decay needs the order of the layers, and {type(brain).__name__} has no dummy batch "
+                         "that shows it", hint="derive it from sbkit.tasks.task.Task, or use learning_rates",
+                         key="layer_decay")
 
     def record_order(_: object) -> dict[int, int]:
         with torch.no_grad(), _UseOrder(brain.modules) as uses:
@@ -79,7 +81,8 @@ def depths(brain: sb.Brain, parts: ParameterGroups) -> dict[str, int]:
     order = on_fake_tensors(brain, record_order)
     layers = _used_stack(brain, order)
     if len(layers) < 2:
-        raise SbkitError("layer_decay: no layers repeat in this model", hint="use learning_rates")
+        raise SbkitError("no-layer-order", "layer_decay: no layers repeat in this model", hint="use learning_rates",
+                         key="layer_decay")
     layers.sort(key=lambda layer: min(order[id(p)] for p in layer.parameters() if id(p) in order))
     depth_of = {id(p): len(layers) - 1 - place for place, layer in enumerate(layers) for p in layer.parameters()}
     first_use = min(order[key] for key in depth_of if key in order)

@@ -66,7 +66,7 @@ class StepSums:
             self.extra_names = extra_names
             return
         if extra_names != self.extra_names:
-            raise SbkitError("the micro-batches of one step return different extras: "
+            raise SbkitError("bad-loss", "the micro-batches of one step return different extras: "
                              f"{self.extra_names} and {extra_names}", hint="return the same names each time")
         self._sums = self._sums + sums
 

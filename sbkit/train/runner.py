@@ -82,7 +82,8 @@ class Eager:
         self.parallel.arm(last)
         outputs, objectives, loss = self.parallel.loss_of(batch)
         if not loss.total.requires_grad:
-            raise SbkitError("the loss depends on no trainable parameter", hint="freeze and detach less")
+            raise SbkitError("nothing-to-train",
+                             "the loss depends on no trainable parameter", hint="freeze and detach less")
         self.times.mark("loss")
 
         sums, extra_names = sums_of(loss, self.device)

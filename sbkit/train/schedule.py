@@ -52,18 +52,20 @@ class Schedule:
     def __init__(self, peak: float, warmup: float = 0.1, shape: Shape = "cosine", final: float = 0.0,
                  max_rise_per_step: float | None = None, max_lr_at_chance: float | None = None):
         if shape not in get_args(Shape):
-            raise SbkitError(f"schedule shape {shape!r} is not one of {', '.join(get_args(Shape))}")
+            raise SbkitError("bad-value", f"schedule shape {shape!r} is not one of {', '.join(get_args(Shape))}",
+                             key="shape", value=shape)
         if not peak >= 0:
-            raise SbkitError(f"schedule peak is {peak:g}, but can't be below 0",
-                             hint="write a number above 0: in most recipes it is the key lr")
+            raise SbkitError("bad-value", f"schedule peak is {peak:g}, but can't be below 0",
+                             hint="write a number above 0: in most recipes it is the key lr", key="peak", value=peak)
         if not warmup >= 0:
-            raise SbkitError(f"schedule warmup is {warmup:g}, but can't be below 0",
-                             hint="write a share of the run, such as 0.2, or steps; 0: none")
+            raise SbkitError("bad-value", f"schedule warmup is {warmup:g}, but can't be below 0",
+                             hint="write a share of the run, such as 0.2, or steps; 0: none",
+                             key="warmup", value=warmup)
         for name, value, problem in (("max_rise_per_step", max_rise_per_step, "the rate could never rise"),
                                      ("max_lr_at_chance", max_lr_at_chance, "nothing could be learnt")):
             if value is not None and value <= 0:
-                raise SbkitError(f"schedule {name} is {value:g}, so {problem}",
-                                 hint="write a number above 0, or null for none")
+                raise SbkitError("bad-value", f"schedule {name} is {value:g}, so {problem}",
+                                 hint="write a number above 0, or null for none", key=name, value=value)
         self.peak = peak
         self.warmup = warmup
         self.shape = shape

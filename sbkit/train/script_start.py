@@ -44,5 +44,5 @@ def unknown_override(error: BaseException) -> SbkitError | None:
     keys = [key for key in ast.literal_eval(match["keys"]) if not str(key).startswith("__")]  # such as __set_seed
     options = [name for name in RunOptions.__dataclass_fields__ if name != "overridden_args"]
     near = did_you_mean(match["key"], [*keys, *options])
-    return SbkitError(f"the recipe has no key {match['key']}",
-                      hint=f"did you mean --{near}?" if near else f"its keys are {', '.join(keys)}")
+    return SbkitError("unknown-key", f"the recipe has no key {match['key']}",
+                      hint=f"did you mean --{near}?" if near else f"its keys are {', '.join(keys)}", key=match["key"])

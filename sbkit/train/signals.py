@@ -55,6 +55,8 @@ _watchers_pipes: set[int] = set()
 _handlers_before_ending: dict[int, Any] = {}
 """Inside of ``end_by_signals``, the handlers from before."""
 
+_STOPPED = "stopped"
+
 
 class Stopped(SbkitError, SystemExit):
     """Raised to end a run that was stopped by a signal.
@@ -63,11 +65,24 @@ class Stopped(SbkitError, SystemExit):
     """
 
     exit_code = 128 + signal.SIGTERM
-    prefix = ""  # who stops a run has made no mistake
+    prefix = ""  # whoever stops a run has made no mistake
+
+    # Python looks for the exit code where other errors have their code; no pickle would keep it.
+    @property
+    def code(self) -> int:  # type: ignore[override]
+        return self.exit_code
+
+    @code.setter
+    def code(self, code: str) -> None:
+        assert code == _STOPPED
 
     @property
-    def code(self) -> int:  # type: ignore[override]  # where Python looks for it, which no pickle would keep
-        return self.exit_code
+    def shown(self) -> str:
+        """The line that ends a command, without a code: there is nothing to mend."""
+        return str(self)
+
+    def as_json(self) -> dict[str, object]:
+        return super().as_json() | {"code": _STOPPED}
 
     @staticmethod
     def by(signum: int, place: str, checkpoint: Path | None) -> Stopped:
@@ -239,7 +254,7 @@ def _restore(handlers: dict[int, Any]) -> None:
 
 
 def _stopped(signum: int, when: str = "", goal: str = "resume") -> Stopped:
-    return Stopped(f"stopped by {signal.Signals(signum).name}{when}", hint=f"run the same command to {goal}",
+    return Stopped(_STOPPED, f"stopped by {signal.Signals(signum).name}{when}", hint=f"run the same command to {goal}",
                    exit_code=128 + signum)
 
 

@@ -419,6 +419,7 @@ class Trainer:
                            result.number, state.failed_in_epoch, patience, report)
         if state.failed_in_epoch > patience:
             ranks.raise_on_main(NotFinite(
+                "not-finite",
                 f"the {result.failed_part} of {state.failed_in_epoch} steps of this epoch was not finite",
                 hint="see the reports above; nonfinite_patience sets how many are allowed"))
 

@@ -34,15 +34,15 @@ def build() -> Path:
     Load it before all others (``LD_PRELOAD``). It also replaces the driver, ``libcuda.so.1``.
     """
     if platform.system() != "Linux":
-        raise SbkitError(f"the fake GPU works only on Linux, not {platform.system()}")
+        raise SbkitError("no-fake-gpu", f"the fake GPU works only on Linux, not {platform.system()}")
     place = importlib.util.find_spec("torch")
     torch = Path(place.origin).parent if place is not None and place.origin is not None else None
     if torch is None or not (torch / "lib" / "libtorch_cuda.so").exists():
-        raise SbkitError("a CUDA build of torch is needed, but this one was built for CPUs only",
+        raise SbkitError("no-fake-gpu", "a CUDA build of torch is needed, but this one was built for CPUs only",
                          hint="on Linux, pip install torch takes a CUDA build from PyPI; it needs no GPU")
     include = next((folder.parent for folder in sorted(torch.parent.glob("nvidia/*/include/cuda_runtime_api.h"))), None)
     if include is None:
-        raise SbkitError("CUDA's headers, which torch's wheels bring, were not found",
+        raise SbkitError("no-fake-gpu", "CUDA's headers, which torch's wheels bring, were not found",
                          hint="reinstall torch with pip, or install nvidia-cuda-runtime in the release of its CUDA")
     try:
         compiler = find_compiler()
@@ -52,7 +52,7 @@ def build() -> Path:
                  importlib.metadata.version("torch"), str(include), f"{state.st_size} {state.st_mtime_ns}"]
         return cached_library(parts, lambda folder: _compile(compiler, torch / "lib", include, folder))
     except Unavailable as problem:
-        raise SbkitError(f"the fake GPU can't be compiled: {problem}",
+        raise SbkitError("no-compiler", f"the fake GPU can't be compiled: {problem}",
                          hint="apt install g++ on Debian and Ubuntu, gcc-c++ on Fedora") from None
 
 

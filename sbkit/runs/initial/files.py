@@ -43,11 +43,13 @@ def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any] | None:
             raise ValueError("its format is unknown")
         state = load_file(path, lazily=lazily)
     except SbkitError as error:
-        raise SbkitError(f"init_from: {error.message}",
-                         hint="save it as a state dict of tensors, best as .safetensors") from error
+        raise SbkitError(error.code, f"init_from: {error.message}",
+                         hint="save it as a state dict of tensors, best as .safetensors",
+                         file=path, key="init_from") from error
     except Exception as error:  # torch raises many types for other or truncated files
-        raise SbkitError(f"init_from: {path} is damaged, incomplete, or not a file of weights: {first_line(error)}",
-                         hint=_AGAIN) from error
+        raise SbkitError("damaged-file",
+                         f"init_from: {path} is damaged, incomplete, or not a file of weights: {first_line(error)}",
+                         hint=_AGAIN, file=path, key="init_from") from error
     return _plain(state)
 
 
@@ -55,7 +57,8 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_safetensors(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise SbkitError(f"init_from: {path} is damaged or incomplete: {error}", hint=_AGAIN) from error
+        raise SbkitError("damaged-file", f"init_from: {path} is damaged or incomplete: {error}", hint=_AGAIN,
+                         file=path, key="init_from") from error
 
 
 def by_parts(path: Path, state: Mapping[str, V]) -> dict[str, V]:

@@ -65,8 +65,10 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
     norm = "normalize.norm_type"
     before, now = changed.get(norm, (NO_KEY, NO_KEY))
     if NO_KEY not in (before, now):
-        raise SbkitError(f"{norm}: it is {now}, but the run in {keys.folder} was last started with {before}",
-                         hint=f"resume it with --{norm} {before}, or start a new run in another --output_folder")
+        raise SbkitError("changed-key",
+                         f"{norm}: it is {now}, but the run in {keys.folder} was last started with {before}",
+                         hint=f"resume it with --{norm} {before}, or start a new run in another --output_folder",
+                         key=norm)
 
 
 def _refuse_missing_corpus(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
@@ -76,9 +78,10 @@ def _refuse_missing_corpus(keys: TaskKeys, changed: Mapping[str, tuple[str, str]
     folders_before = [before for name, (before, _) in changed.items()
                       if re.match(r"data_folder\b", name) and before != NO_KEY]
     if folders_before and folder_now == "null":
-        raise SbkitError(f"data_folder: it is missing, but the run in {keys.folder} was last started with "
+        raise SbkitError("changed-key",
+                         f"data_folder: it is missing, but the run in {keys.folder} was last started with "
                          f"{', '.join(folders_before)}", hint="give it again, or start a new run in another "
-                         "--output_folder")
+                         "--output_folder", key="data_folder")
 
 
 def _refuse_other_source(keys: TaskKeys, key: str, changed: Mapping[str, tuple[str, str]]) -> None:
@@ -96,8 +99,8 @@ def _refuse_other_source(keys: TaskKeys, key: str, changed: Mapping[str, tuple[s
         return
     began = arguments_of({name: value for name, (value, _) in changed.items()})
     how = f"without --{key}" if before == "null" else f"with {began} (the source need not exist any more)"
-    raise SbkitError(f"{key}: it is {now}, but the run in {keys.folder} was last started with {before}",
-                     hint=f"resume it {how}, or start a new run in another --output_folder")
+    raise SbkitError("changed-key", f"{key}: it is {now}, but the run in {keys.folder} was last started with {before}",
+                     hint=f"resume it {how}, or start a new run in another --output_folder", key=key)
 
 
 def check(keys: TaskKeys, brain: Task) -> tuple[str, list[ParameterOutcome]]:
@@ -126,9 +129,11 @@ def filled(recipe: Recipe) -> set[int]:
                           - pretrained.saved_ids(keys.checkpointer.recoverables.values()))
     unsaved = [path for tensor_id, path in path_of.items() if tensor_id in loaded_but_unsaved]
     if unsaved:
-        raise SbkitError(f"init_from: {len(unsaved)} tensors, such as {unsaved[0]}, would be taken, but no checkpoint "
+        raise SbkitError("unsaved-weights",
+                         f"init_from: {len(unsaved)} tensors, such as {unsaved[0]}, would be taken, but no checkpoint "
                          "of this run saves them: once resumed, it would use those of its pretrainer",
-                         hint="name their part under the recoverables of the checkpointer, or under init_leave")
+                         hint="name their part under the recoverables of the checkpointer, or under init_leave",
+                         key="init_from")
     return set(path_of)
 
 
@@ -203,8 +208,9 @@ def _find_source(keys: TaskKeys) -> WeightSource:
     """The source; refuses the run itself."""
     assert keys.init_from is not None
     if Path(keys.init_from).resolve() == keys.folder.resolve():
-        raise SbkitError(f"init_from: {keys.init_from} is the folder of this run itself",
-                         hint="the same command resumes a run; name another --output_folder to start a new one")
+        raise SbkitError("init-from-itself", f"init_from: {keys.init_from} is the folder of this run itself",
+                         hint="the same command resumes a run; name another --output_folder to start a new one",
+                         file=keys.init_from, key="init_from")
     source = source_of(keys)
     assert source is not None
     return source
@@ -247,11 +253,10 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
         description, outcomes = check(keys, trace.brain)
     except SbkitError as error:
         nodes = trace.built.nodes
-        key, _, message = error.message.partition(": ")
+        key = error.key or ""
         if key not in nodes or not key.startswith("init_"):
             key = "init_from"
-            message = error.message
-        findings.error("start", nodes[key].place, key, message, error.hint or "")
+        findings.error("start", nodes[key].place, key, error.message.removeprefix(f"{key}: "), error.hint or "")
         return None
     parts = [{"part": outcome.name, "numbers": outcome.numbers, "what": outcome.what, "why": outcome.why}
              for outcome in collapsed(outcomes)]

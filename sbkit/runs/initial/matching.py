@@ -84,8 +84,8 @@ class Match:
         """Return the source's tensors by the names that fit this model best, and its name for each of the model's
         tensors that it has, by path; raises if it has none of them."""
         if not tensors:
-            raise SbkitError(f"init_from: {self.source.description} has no weights",
-                             hint="name another one, or its run")
+            raise SbkitError("no-weights", f"init_from: {self.source.description} has no weights",
+                             hint="name another one, or its run", key="init_from")
         prefixes = [""]
         if self.source.names is None:
             # Without a recipe, a file's name is that of the object whose tensors it has, as in SpeechBrain's
@@ -106,9 +106,11 @@ class Match:
                 best_names = names
         if not best_names:
             model_names = map(self.parts.name, self.model_tensors)
-            raise SbkitError(f"init_from: no tensor of {self.source.description} has a name of this model's: it has "
+            raise SbkitError("no-matching-weights",
+                             f"init_from: no tensor of {self.source.description} has a name of this model's: it has "
                              f"{listed(tensors, limit=3)}, the model {listed(model_names, limit=3)}",
-                             hint="is it a model of the same kind? its recipe's keys and this one's should be the same")
+                             hint="is it a model of the same kind? its recipe's keys and this one's should be the same",
+                             key="init_from")
         return best_tensors, best_names
 
     def _matching_patterns(self, patterns: Iterable[str]) -> tuple[set[str], set[str]]:
@@ -120,7 +122,9 @@ class Match:
             paths = self.parts.matching(pattern)
             names = source_parts.matching(pattern)
             if not paths and not names:
-                raise SbkitError(f"init_leave: nothing is named {pattern!r}", hint=self.parts.suggestion(pattern))
+                raise SbkitError("unknown-module",
+                                 f"init_leave: nothing is named {pattern!r}", hint=self.parts.suggestion(pattern),
+                                 key="init_leave", value=pattern)
             left_paths |= paths
             left_names |= names
         return left_paths, left_names
@@ -165,9 +169,11 @@ class Match:
             return
         key = self.parts.name(module_path).partition(".")[0]
         kernel = 0 if source_conv is None else source_conv.shape[2]
-        raise SbkitError(f"init_from: {key} of {self.source.description} has {'a' if kernel else 'no'} convolution, "
+        raise SbkitError("init-mismatch",
+                         f"init_from: {key} of {self.source.description} has {'a' if kernel else 'no'} convolution, "
                          f"but this recipe's has {'none' if kernel else 'one'}",
-                         hint=f'keep that head: --head_kernel {kernel}; or start a new one: --init_leave "[{key}]"')
+                         hint=f'keep that head: --head_kernel {kernel}; or start a new one: --init_leave "[{key}]"',
+                         key="init_from")
 
     def _check_encoder(self, module_path: str, encoder: Encoder) -> None:
         """Refuse weights of another pretrained encoder, or adapters of another language, for this one."""
@@ -186,11 +192,12 @@ class Match:
     def _check_same_encoder(self, key: str, encoder: Encoder, source_settings: Settings) -> None:
         differing = networks.differences(encoder.settings, source_settings)
         if differing:
-            raise SbkitError(f"init_from: {key} of {self.source.description} is another pretrained encoder "
+            raise SbkitError("init-mismatch",
+                             f"init_from: {key} of {self.source.description} is another pretrained encoder "
                              f"({source_settings.source}) than this recipe's ({encoder.source}): "
                              f"{listed(differing, limit=_MAX_FIELDS)}",
                              hint="give the recipe the encoder that it was trained from, or keep this one's "
-                                  f'pretrained weights: --init_leave "[{key}]"')
+                                  f'pretrained weights: --init_leave "[{key}]"', key="init_from")
 
     def _check_adapter_language(self, key: str, encoder: Encoder, source_settings: Settings | None) -> None:
         """Refuse adapters of another language, which would replace those that the recipe asks for."""
@@ -200,10 +207,12 @@ class Match:
             return
         source_adapters = f"the adapters of {source_language}" if source_language else "its own adapters"
         raise SbkitError(
+            "init-mismatch",
             f"init_from: {key or 'the encoder'} of {self.source.description} has {source_adapters}, but "
             f"adapter_language is {language}",
             hint=f"take those of {language} from {encoder.source}: --init_leave \"['*.adapter_layer.*']\"; or "
-                 "keep these: --adapter_language null")
+                 "keep these: --adapter_language null",
+            key="init_from")
 
     def _check_rest(self, encoder: Encoder, paths: Iterable[str]) -> None:
         """Refuse a missing pretrained encoder if some tensors can come only from it."""
@@ -218,9 +227,10 @@ class Match:
             encoder.compare()
         except SbkitError as error:
             why = "init_leave" if self.left_paths.issuperset(rest) else f"{self.source.description} lacks them"
-            raise SbkitError(f"init_from: {len(rest)} tensors of the pretrained encoder have to come from its source "
+            raise SbkitError(error.code,
+                             f"init_from: {len(rest)} tensors of the pretrained encoder have to come from its source "
                              f"({why}), such as {self.parts.name(rest[0])}, and {error.message}",
-                             hint=error.hint) from error
+                             hint=error.hint, key="init_from") from error
 
     def _check_numbered_names(self) -> None:
         """Refuse tensors that a source names by their numbers in a list, unless its list has the same entries."""
@@ -251,10 +261,12 @@ class Match:
             unclear = [path for path, name in list_names.items() if name == list_name]
             numbers_here = listed(f"{number} is {key}" for number, key in enumerate(keys))
             raise SbkitError(
+                "unclear-names",
                 f"init_from: {self.source.description} names its parts by numbers ({listed(sorted(source_entries))}), "
                 f"and here {numbers_here}: it is unknown which is which",
                 hint="name the folder of its run, checkpoint or bundle, whose recipe has their names, or "
-                     f"{self._hint_to_leave(unclear)}")
+                     f"{self._hint_to_leave(unclear)}",
+                key="init_from")
 
     # ------------------------------------------------------------ copying
 
@@ -316,14 +328,17 @@ class Match:
         except SbkitError as error:
             sizes = dict.fromkeys(f"{self.parts.name(path)}: {len(self._source_tensor(path))} there, "
                                   f"{len(self.model_tensors[path])} here" for path in self.token_tables)
-            raise SbkitError(f"init_from: {error.message}, so it is unknown which token each row stands for "
-                             f"({'; '.join(sizes)})", hint=self._hint_to_leave(self.token_tables)) from error
+            raise SbkitError("unknown-tokens",
+                             f"init_from: {error.message}, so it is unknown which token each row stands for "
+                             f"({'; '.join(sizes)})", hint=self._hint_to_leave(self.token_tables),
+                             key="init_from") from error
         tokens = len(vocabulary.pieces)
         wrong = [path for path in self.token_tables if len(self._source_tensor(path)) != tokens]
         if wrong:
-            raise SbkitError(f"init_from: {self.parts.name(wrong[0])} of {self.source.description} has "
+            raise SbkitError("unknown-tokens",
+                             f"init_from: {self.parts.name(wrong[0])} of {self.source.description} has "
                              f"{len(self._source_tensor(wrong[0]))} rows, but its tokenizer {tokens} entries",
-                             hint=self._hint_to_leave(wrong))
+                             hint=self._hint_to_leave(wrong), key="init_from")
         return vocabulary
 
     def _check_shapes(self, tables: Collection[str]) -> None:
@@ -348,9 +363,11 @@ class Match:
             here_text = _shape_text(self.model_tensors[path])
             lines.append(f"{self.parts.name(path)}: {_shape_text(self._source_tensor(path))} there, {here_text} here")
         more = f"\n  and {len(wrong) - _MAX_SHAPES} more" if len(wrong) > _MAX_SHAPES else ""
-        raise SbkitError(f"init_from: {len(wrong)} tensors of {self.source.description} have another shape:\n  "
+        raise SbkitError("init-mismatch",
+                         f"init_from: {len(wrong)} tensors of {self.source.description} have another shape:\n  "
                          + "\n  ".join(lines) + more,
-                         hint=f"give the recipe the sizes that it was trained with, or {self._hint_to_leave(wrong)}")
+                         hint=f"give the recipe the sizes that it was trained with, or {self._hint_to_leave(wrong)}",
+                         key="init_from")
 
     # ------------------------------------------------------------ outcomes
 
@@ -455,8 +472,8 @@ def merge(source_tensors: dict[str, torch.Tensor], source_names: Mapping[str, st
         weight = source_tensors.get(f"{layer}.weight")
         if scale is None or weight is None:
             missing = "the weight that it was added to" if weight is None else "a recipe with its scale"
-            raise SbkitError(f"init_from: the source has a LoRA for {layer}, but not {missing}",
-                             hint="name the folder of the run that trained it")
+            raise SbkitError("missing-base", f"init_from: the source has a LoRA for {layer}, but not {missing}",
+                             hint="name the folder of the run that trained it", key="init_from")
         up = source_tensors.pop(layer + _UP)
         down = source_tensors.pop(layer + _DOWN)
         source_tensors[f"{layer}.weight"] = with_product(weight, up, down, scale)

@@ -56,7 +56,7 @@ class PublishedSource(WeightSource):
         try:
             return piece_model(pieces, silent, tokens.scores, tokens.merges)
         except SbkitError as error:
-            raise SbkitError(f"the tokenizer of {self.model.source} can't be kept: {error.message}",
+            raise SbkitError(error.code, f"the tokenizer of {self.model.source} can't be kept: {error.message}",
                              hint=error.hint) from error
 
     def vocabulary(self) -> TokenRows:

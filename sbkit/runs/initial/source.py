@@ -146,9 +146,10 @@ class WeightSource:
     def _named_by_files(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """The tensors by their names in the file; if there are several files, after the file's own name."""
         if any(BASE in state for state in states.values()):
-            raise SbkitError(f"init_from: {self.description} has adapters but not the model that they adapt: "
+            raise SbkitError("missing-base",
+                             f"init_from: {self.description} has adapters but not the model that they adapt: "
                              "only the recipe of its run says how they fit together",
-                             hint="name the run's folder, or the checkpoint in it")
+                             hint="name the run's folder, or the checkpoint in it", key="init_from")
         parts = {name: by_parts(self.files[name], state) for name, state in states.items()}
         if len(parts) == 1:
             (only_part,) = parts.values()
@@ -183,8 +184,8 @@ class WeightSource:
             if state is not None:
                 return state
             if len(self.files) == 1:
-                raise SbkitError(f"init_from: {path} has no state dict of tensors",
-                                 hint="save model.state_dict(), best as .safetensors")
+                raise SbkitError("no-weights", f"init_from: {path} has no state dict of tensors",
+                                 hint="save model.state_dict(), best as .safetensors", file=path, key="init_from")
             self.no_tensors[name] = _NO_TENSORS
             return {}
         state = plain_state(path, lazily=shapes) or {}  # files without tensors have no weights
@@ -212,8 +213,10 @@ class WeightSource:
         for path in (beside, of_the_run):
             if path.is_file():
                 return path
-        raise SbkitError(f"init_from: {self.description} has adapters, but the model that they were trained with "
-                         f"doesn't exist: {beside}", hint="copy it from where the run was")
+        raise SbkitError("missing-base",
+                         f"init_from: {self.description} has adapters, but the model that they were trained with "
+                         f"doesn't exist: {beside}", hint="copy it from where the run was",
+                         file=beside, key="init_from")
 
     def describe_average(self, count: int) -> str:
         """Describe the average of a run's checkpoints, of which there may be fewer than requested."""
@@ -238,7 +241,9 @@ class WeightSource:
     def _piece_model_of(self, labels: TokenRows) -> bytes:
         """The SentencePiece model of a CTCTextEncoder's labels, with the blank first, as runs have it."""
         if "blank" not in labels.roles:
-            raise SbkitError(f"{self.tokenizer} has no blank, which a run needs", hint="write init_tokenizer: new")
+            raise SbkitError("unknown-tokens",
+                             f"{self.tokenizer} has no blank, which a run needs", hint="write init_tokenizer: new",
+                             file=self.tokenizer, key="init_tokenizer")
         blank = labels.roles["blank"]
         order = [blank, *(token_id for token_id in range(len(labels.pieces)) if token_id != blank)]
         special = set(labels.roles.values())
@@ -249,7 +254,7 @@ class WeightSource:
         """The token of each row of its head; raises if they are unknown."""
         if self.tokenizer is None:
             why = f": {self.lost_tokenizer} doesn't exist" if self.lost_tokenizer is not None else ""
-            raise SbkitError(f"{self.description} has no tokenizer{why}")
+            raise SbkitError("unknown-tokens", f"{self.description} has no tokenizer{why}", key="init_from")
         labels = self._labels()
         if labels is not None:
             return labels
@@ -267,9 +272,10 @@ class WeightSource:
         try:
             encoder.load(self.tokenizer)
         except Exception as error:  # the file may have any text
-            raise SbkitError(f"{self.tokenizer} can't be read as a CTCTextEncoder: {first_line(error)}",
+            raise SbkitError("damaged-file",
+                             f"{self.tokenizer} can't be read as a CTCTextEncoder: {first_line(error)}",
                              hint="give the tokenizer.ckpt that SpeechBrain's encoder saved, or leave the head out: "
-                             '--init_leave "[ctc_lin]"') from error
+                             '--init_leave "[ctc_lin]"', file=self.tokenizer, key="init_tokenizer") from error
         rows = label_rows(encoder)
         return rows._replace(roles=rows.roles | self.roles)
 
@@ -282,7 +288,8 @@ def find(path: str | Path, weights: ChosenWeights, metric: Metric) -> WeightSour
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise SbkitError(f"init_from: {path} doesn't exist", hint=f"name {KINDS}")
+        raise SbkitError("no-such-path", f"init_from: {path} doesn't exist", hint=f"name {KINDS}",
+                         file=path, key="init_from")
     run = _run_of(path)
     if run is not None:
         return _of_run(run, weights, metric)
@@ -294,10 +301,14 @@ def find(path: str | Path, weights: ChosenWeights, metric: Metric) -> WeightSour
     if (path / RECIPE).is_file():
         return _of_speechbrain(path)
     if _config(path).get("format") != _BUNDLE:
-        raise SbkitError(f"init_from: {path} is nothing that a run can start from", hint=f"name {KINDS}")
+        raise SbkitError("not-a-start",
+                         f"init_from: {path} is nothing that a run can start from", hint=f"name {KINDS}",
+                         file=path, key="init_from")
     if not (path / _WEIGHTS).is_file():
-        raise SbkitError(f"init_from: the bundle {path} has only graphs, and no weights that can be trained",
-                         hint="name the run that it was exported from, or a bundle in SpeechBrain's format")
+        raise SbkitError("no-weights",
+                         f"init_from: the bundle {path} has only graphs, and no weights that can be trained",
+                         hint="name the run that it was exported from, or a bundle in SpeechBrain's format",
+                         file=path, key="init_from")
     return WeightSource(f"the bundle {path}", {"": path / _WEIGHTS})
 
 
@@ -330,8 +341,9 @@ def _run_of(path: Path) -> Path | None:
     if (path / RECIPE).is_file():
         tree = load.tree(path / RECIPE)
         if "checkpointer" in tree.value and tree.at("checkpointer") is None:
-            raise SbkitError(f"init_from: the run {path} saved nothing, because its recipe has checkpointer: null",
-                             hint=f"name {KINDS}")
+            raise SbkitError("no-checkpoint",
+                             f"init_from: the run {path} saved nothing, because its recipe has checkpointer: null",
+                             hint=f"name {KINDS}", file=path, key="init_from")
         return path if "checkpointer" in tree.value else None
     return path.parent if any(path.glob("CKPT+*")) and (path.parent / RECIPE).is_file() else None
 
@@ -342,8 +354,9 @@ def refuse_choice(path: Path, weights: ChosenWeights) -> None:
                "init_checkpoint": (weights.checkpoint, BEST_CHECKPOINT.checkpoint)}
     for key, (value, default) in choices.items():
         if value != default:
-            raise SbkitError(f"{key}: {value} selects a run's checkpoints, but init_from is {path}, which is no run",
-                             hint=f"name the folder of the run, or leave {key} out")
+            raise SbkitError("conflicting-options",
+                             f"{key}: {value} selects a run's checkpoints, but init_from is {path}, which is no run",
+                             hint=f"name the folder of the run, or leave {key} out", key=key)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -362,11 +375,14 @@ def _of_run(run: Path, weights: ChosenWeights, metric: Metric) -> WeightSource:
     tree = restore.moved_recipe(run / RECIPE, run)
     folder = Path(str(tree.at("checkpointer", "checkpoints_dir") or run / "save"))
     if not folder.is_dir():
-        raise SbkitError(f"init_from: the run {run} has no checkpoint", hint="has it saved one yet?")
+        raise SbkitError("no-checkpoint", f"init_from: the run {run} has no checkpoint", hint="has it saved one yet?",
+                         file=run, key="init_from")
     checkpointer = Checkpointer(str(folder))
     order = restore.order_of(checkpointer, metric, weights.checkpoint, requested=f"init_checkpoint: {LAST}")
     if weights.by_name and weights.average.several:
-        raise SbkitError(f"init_average averages the best or the last checkpoints, not {weights.checkpoint}")
+        raise SbkitError("conflicting-options",
+                         f"init_average averages the best or the last checkpoints, not {weights.checkpoint}",
+                         key="init_average")
     chosen = _chosen(checkpointer, weights, order)
     if not weights.average.several:
         score = "".join(f", {name} {value:.4g}" for name, value in chosen.meta.items() if name == metric.name)
@@ -391,7 +407,7 @@ def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
         if file.is_file() and plain_state(file) is not None:  # reading a pipe would wait
             files[file.name.removesuffix(PARAMFILE_EXT)] = file
     if not files:
-        raise SbkitError(f"init_from: the checkpoint {path} has no weights")
+        raise SbkitError("no-weights", f"init_from: the checkpoint {path} has no weights", file=path, key="init_from")
     return WeightSource(f"the checkpoint {path}", files)
 
 
@@ -409,14 +425,16 @@ def _chosen(checkpointer: Checkpointer, weights: ChosenWeights, order: Order) ->
             return checkpoint
         reasons.append(f"{path.name}: {reason}")
         logger.warning("init_from: skipping %s: %s", checkpoint.path, reason)
-    raise SbkitError(f"init_from: all checkpoints of {checkpointer.checkpoints_dir} are damaged: {'; '.join(reasons)}")
+    raise SbkitError("no-usable-checkpoint",
+                     f"init_from: all checkpoints of {checkpointer.checkpoints_dir} are damaged: {'; '.join(reasons)}",
+                     file=checkpointer.checkpoints_dir, key="init_from")
 
 
 def _refuse_damaged(path: Path) -> None:
     reason = damage(path)
     if reason is not None:
-        raise SbkitError(f"init_from: the checkpoint {path} is damaged: {reason}",
-                         hint="name another one, or copy it again")
+        raise SbkitError("damaged-checkpoint", f"init_from: the checkpoint {path} is damaged: {reason}",
+                         hint="name another one, or copy it again", file=path, key="init_from")
 
 
 def _saved(description: str, chosen: Checkpoint, tree: Node, checkpointer: Checkpointer) -> WeightSource:
@@ -424,7 +442,8 @@ def _saved(description: str, chosen: Checkpoint, tree: Node, checkpointer: Check
     files = {name: Path(path) for name, path in chosen.paramfiles.items() if names.is_module(name) or
              names.is_moving_average(name)}
     if not files:
-        raise SbkitError(f"init_from: {chosen.path} has no weights that its recipe names under modules")
+        raise SbkitError("no-weights", f"init_from: {chosen.path} has no weights that its recipe names under modules",
+                         file=chosen.path, key="init_from")
     roles = {role: index for role in _ROLES if isinstance(index := tree.at(f"{role}_index"), int)}
     source = WeightSource(description, files, names, checkpointer, roles=roles, encoders=encoders(tree))
     tokenizer = _tokenizer_of(tree)
@@ -469,8 +488,8 @@ def _of_speechbrain(folder: Path) -> WeightSource:
         else:
             files[name] = path
     if missing:
-        raise SbkitError(f"init_from: {folder} lacks {', '.join(missing)}, which its pretrainer loads",
-                         hint="download or copy all of it")
+        raise SbkitError("missing-file", f"init_from: {folder} lacks {', '.join(missing)}, which its pretrainer loads",
+                         hint="download or copy all of it", file=folder, key="init_from")
 
     others = [name for name, file in files.items() if not names.is_module(name) and not looks_like_tensors(file)]
     weight_files = {name: file for name, file in files.items() if name not in others}
@@ -502,8 +521,8 @@ def _pretrainer(folder: Path) -> tuple[Node, dict[str, Node], dict[str, list[str
     tree = load.resolved(path, {})
     loadables = tree.at("pretrainer", "loadables")
     if not isinstance(loadables, dict):
-        raise SbkitError(f"init_from: {path} is not of a run, and has no pretrainer that names weights",
-                         hint=f"name {KINDS}")
+        raise SbkitError("not-a-start", f"init_from: {path} is not of a run, and has no pretrainer that names weights",
+                         hint=f"name {KINDS}", file=path, key="init_from")
     paths = tree.at("pretrainer", "paths") or {}
     file_names = {}
     for name in loadables:

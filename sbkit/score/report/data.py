@@ -349,7 +349,8 @@ def _warnings_that_hold(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     # Each start that trains watches anew and says again what still holds; one that only tests has no steps.
     last_trained = max((at for at, line in enumerate(lines) if line["kind"] in ("step", "epoch")), default=0)
     began = max((at for at, line in enumerate(lines[:last_trained]) if line["kind"] == "run"), default=0)
-    last_by_kind = {line.get("what"): line for line in lines[began:] if line["kind"] == "warning"}
+    # Runs of earlier versions have the code of a warning, by another name, under "what".
+    last_by_kind = {line.get("code", line.get("what")): line for line in lines[began:] if line["kind"] == "warning"}
     return [line for line in last_by_kind.values() if line.get("holds")]
 
 

@@ -130,6 +130,8 @@ def _warnings(run: RunData) -> Iterator[RunFinding]:
         advice = "; ".join(line.get("advice") or ())
         if advice:
             detail += f" What to try, the likeliest first: {advice}."
+        if "code" in line:  # not in runs of earlier versions
+            detail += f" [{line['code']}]"
         yield RunFinding(_EXPLAINS_THE_REST, line["headline"], detail, "curves")
 
 

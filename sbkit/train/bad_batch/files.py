@@ -87,15 +87,18 @@ def find_saved(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     parents = ("", "step-*/", f"{BAD_BATCHES}/step-*/", f"{_FORMER_FOLDER}/step-*/")
     reports = [path for parent in parents for path in _reports(folder, parent)]
     if not reports and not folder.is_dir():
-        raise SbkitError(f"{folder} does not exist", hint="name the output_folder of a run, or a bad batch in it")
+        raise SbkitError("no-such-path",
+                         f"{folder} does not exist", hint="name the output_folder of a run, or a bad batch in it",
+                         file=folder)
     if not reports:
-        raise SbkitError(f"{folder} holds no bad batch (looked for {BAD_BATCHES}/step-N-rank-R/{_REPORT})",
-                         hint="a run saves one when a loss or gradient is not finite")
+        raise SbkitError("no-bad-batch",
+                         f"{folder} holds no bad batch (looked for {BAD_BATCHES}/step-N-rank-R/{_REPORT})",
+                         hint="a run saves one when a loss or gradient is not finite", file=folder)
     newest = max(reports, key=lambda path: (path.stat().st_mtime, path.parent.name))
     try:
         return newest.parent, json.loads(newest.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise SbkitError(f"{newest} is damaged: {error}") from error
+        raise SbkitError("damaged-file", f"{newest} is damaged: {error}", file=newest) from error
 
 
 def _reports(folder: Path, parent: str) -> list[Path]:
@@ -120,7 +123,7 @@ def load_weights(modules: nn.Module, path: Path) -> None:
     differing = [name for name in {*saved, *tensors}
                  if name not in saved or name not in tensors or saved[name].shape != tensors[name].shape]
     if differing:
-        raise SbkitError(f"the bad batch belongs to another model: {listed(sorted(differing))} differ",
+        raise SbkitError("other-model", f"the bad batch belongs to another model: {listed(sorted(differing))} differ",
                          hint="replay it with the hyperparams.yaml of its run")
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -143,11 +146,12 @@ def load_batches(path: Path, device: torch.device | str) -> list[dict[str, Any]]
         for name in get_unsafe_globals_in_checkpoint(path):
             module, _, attribute = name.rpartition(".")
             if module not in sys.modules and not module.startswith(_IMPORTED):
-                raise SbkitError(f"the saved batch is a {attribute} of {module}, which is not imported",
-                                 hint="replay it with the script that trained the run")
+                raise SbkitError("unsafe-file", f"the saved batch is a {attribute} of {module}, which is not imported",
+                                 hint="replay it with the script that trained the run", file=path)
             kind = getattr(importlib.import_module(module), attribute, None)
             if not _is_batch_class(kind):
-                raise SbkitError(f"the saved batch holds a {name}, which is not a batch class")
+                raise SbkitError("unsafe-file", f"the saved batch holds a {name}, which is not a batch class",
+                                 file=path)
             classes.append(kind)
         with torch.serialization.safe_globals(classes):
             batches: list[dict[str, Any]] = untrusted.load_tensors(path, device)
@@ -155,7 +159,9 @@ def load_batches(path: Path, device: torch.device | str) -> list[dict[str, Any]]
     except SbkitError:
         raise
     except Exception as error:  # torch raises all kinds for a damaged file
-        raise SbkitError(f"{path} can't be read: {first_line(error)}", hint="was it written by this sbkit?") from error
+        raise SbkitError("damaged-file",
+                         f"{path} can't be read: {first_line(error)}", hint="was it written by this sbkit?",
+                         file=path) from error
 
 
 def _is_batch_class(kind: object) -> bool:

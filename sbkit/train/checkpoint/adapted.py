@@ -50,10 +50,12 @@ class Adapted(nn.Module):
         self.folder = Path(folder)
         in_model = {id(parameter) for parameter in model.parameters()}
         if not all(id(parameter) in in_model for parameter in base.parameters()):
-            raise SbkitError("Adapted: the base is not part of the model", hint="put it into the model's ModuleList")
+            raise SbkitError("bad-adapted",
+                             "Adapted: the base is not part of the model", hint="put it into the model's ModuleList")
         self._base = {name: p for name, p in base.named_parameters() if not p.requires_grad}
         if not self._base:
-            raise SbkitError("Adapted: nothing in the base is frozen, so a checkpoint would hold all of it",
+            raise SbkitError("bad-adapted",
+                             "Adapted: nothing in the base is frozen, so a checkpoint would hold all of it",
                              hint="give it adapters (sbkit.nn.adapters.LoRA), or save the model itself")
         self._hashed: tuple[tuple[int, ...], str] = (), ""  # versions of the base's tensors, and their hash
 
@@ -94,12 +96,16 @@ class Adapted(nn.Module):
         if state_dict[BASE] != self.base_hash():
             path = base_file(self.folder, state_dict[BASE])
             if not path.is_file():
-                raise SbkitError(f"the checkpoint was trained on another base model, and {path} doesn't exist",
-                                 hint="copy it from the run's save folder, or start from the same encoder as the run")
+                raise SbkitError("missing-base",
+                                 f"the checkpoint was trained on another base model, and {path} doesn't exist",
+                                 hint="copy it from the run's save folder, or start from the same encoder as the run",
+                                 file=path)
             base = read_base(path, state_dict[BASE])
             difference = differences(self._base, base)
             if difference:
-                raise SbkitError(f"{path} is the base of another model: {difference}", hint="did the recipe change?")
+                raise SbkitError("other-model",
+                                 f"{path} is the base of another model: {difference}", hint="did the recipe change?",
+                                 file=path)
             with torch.no_grad():
                 for name, parameter in self._base.items():
                     parameter.copy_(base[name])
@@ -110,8 +116,9 @@ class Adapted(nn.Module):
 def base_file(folder: Path, expected_hash: str) -> Path:
     """Return the file of the base with this hash in a folder of checkpoints; the hash may come from elsewhere."""
     if not re.fullmatch("[0-9a-f]{64}", expected_hash):
-        raise SbkitError(f"a checkpoint in {folder} names its base by {expected_hash[:80]!r}, which is not a hash",
-                         hint=_COPY_HINT)
+        raise SbkitError("damaged-checkpoint",
+                         f"a checkpoint in {folder} names its base by {expected_hash[:80]!r}, which is not a hash",
+                         hint=_COPY_HINT, file=folder)
     return folder / f"base-{expected_hash[:16]}.safetensors"
 
 
@@ -120,9 +127,10 @@ def read_base(path: Path, expected_hash: str) -> dict[str, Tensor]:
     try:
         base = load_file(path)
     except Exception as error:  # safetensors has its own error for each kind of damage
-        raise SbkitError(f"{path} is damaged: {error}", hint=_COPY_HINT) from error
+        raise SbkitError("damaged-checkpoint", f"{path} is damaged: {error}", hint=_COPY_HINT, file=path) from error
     if hash_of(base) != expected_hash:
-        raise SbkitError(f"{path} is damaged: its values don't match the hash in its name", hint=_COPY_HINT)
+        raise SbkitError("damaged-checkpoint",
+                         f"{path} is damaged: its values don't match the hash in its name", hint=_COPY_HINT, file=path)
     return base
 
 

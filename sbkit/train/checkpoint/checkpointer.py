@@ -123,7 +123,7 @@ class Checkpointer(stock.Checkpointer):
             counters = (obj for obj in self.recoverables.values() if isinstance(obj, EpochCounter))
             epoch = meta.get("epoch", next((counter.current for counter in counters), None))
             if epoch is None:
-                raise CheckpointError("keep_every needs the epoch",
+                raise CheckpointError("no-epoch-counter", "keep_every needs the epoch",
                                       hint="add the epoch counter to the recoverables, or epoch to meta")
             if int(epoch) % keep_every == 0:
                 meta[KEEP] = True
@@ -262,8 +262,10 @@ class Checkpointer(stock.Checkpointer):
             raise error
         newest = next(iter(self._rank()), None)
         earlier = f"the last good one, {newest.path}, is kept" if newest else "there is no earlier one"
-        failure = CheckpointError(f"the checkpoint {disk.explain(disk_error, pending.final, needed)}; {earlier}",
-                                  hint="free space or raise the quota there, then run the same command to resume")
+        failure = CheckpointError(disk.code_of(disk_error),
+                                  f"the checkpoint {disk.explain(disk_error, pending.final, needed)}; {earlier}",
+                                  hint="free space or raise the quota there, then run the same command to resume",
+                                  file=pending.final)
         self._failures += 1
         if pending.end_of_epoch or self._failures >= PATIENCE:
             raise failure from error
@@ -392,8 +394,10 @@ class Checkpointer(stock.Checkpointer):
         if not skipped:
             return None
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped.items())
-        raise CheckpointError(f"no checkpoint in {self.checkpoints_dir} can be used ({reasons})",
-                              hint="restore one of them, or move them away to start from scratch")
+        raise CheckpointError("no-usable-checkpoint",
+                              f"no checkpoint in {self.checkpoints_dir} can be used ({reasons})",
+                              hint="restore one of them, or move them away to start from scratch",
+                              file=self.checkpoints_dir)
 
     def _lacks(self, ckpt: Checkpoint) -> str | None:
         """Return what a checkpoint of SpeechBrain's lacks, which may have been killed while saving; None if nothing."""
@@ -425,7 +429,8 @@ class Checkpointer(stock.Checkpointer):
         """Load a given checkpoint."""
         reason = files.damage(Path(checkpoint.path))
         if reason is not None:
-            raise CheckpointError(f"the checkpoint {checkpoint.path} can't be used: {reason}")
+            raise CheckpointError("damaged-checkpoint", f"the checkpoint {checkpoint.path} can't be used: {reason}",
+                                  file=checkpoint.path)
         self._call_load_hooks(checkpoint)
 
     def _is_required(self, name: str) -> bool:
@@ -442,9 +447,11 @@ class Checkpointer(stock.Checkpointer):
                 load_recoverable(obj, name, file, hook, checkpoint.meta.get("end-of-epoch", True))
             elif self._is_required(name):
                 raise CheckpointError(
+                    "no-saved-state",
                     f"the checkpoint {path} has no state for {name!r}, only for "
                     f"{', '.join(sorted(checkpoint.paramfiles)) or 'nothing'}",
-                    hint=f"add {name!r} with optional_load=True to continue without its state")
+                    hint=f"add {name!r} with optional_load=True to continue without its state",
+                    file=path, key=name)
             elif not self.allow_partial_load:
                 logger.warning("%s has no state for %r, which keeps its initial state", path, name)
 

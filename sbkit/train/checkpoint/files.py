@@ -61,8 +61,9 @@ def create_hidden(folder: Path, name: str) -> tuple[Path, Lock]:
                 return path, lock
             lock.close()
         if time.monotonic() > until:
-            raise CheckpointError(f"the checkpoint {folder / name} is being written by another process",
-                                  hint="give each run its own output_folder")
+            raise CheckpointError("folder-in-use",
+                                  f"the checkpoint {folder / name} is being written by another process",
+                                  hint="give each run its own output_folder", file=folder)
         time.sleep(0.1)
 
 
@@ -165,8 +166,8 @@ def locked_for_training(folder: Path) -> Iterator[None]:
     with Lock(folder) as lock:
         while lock.acquire() is False:
             if time.monotonic() > until:
-                raise SbkitError(f"another process is training with the checkpoints in {folder}",
-                                 hint="wait until it ends, or choose another folder for this one")
+                raise SbkitError("folder-in-use", f"another process is training with the checkpoints in {folder}",
+                                 hint="wait until it ends, or choose another folder for this one", file=folder)
             time.sleep(0.1)
         yield
 
@@ -246,6 +247,6 @@ def wait_for(path: Path, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() >= deadline:
-            raise CheckpointError(f"rank {get_rank() or 0} does not see the checkpoint {path}",
-                                  hint="the output folder must be on a disk that all machines share")
+            raise CheckpointError("folder-not-shared", f"rank {get_rank() or 0} does not see the checkpoint {path}",
+                                  hint="the output folder must be on a disk that all machines share", file=path)
         time.sleep(0.5)

@@ -71,5 +71,5 @@ def unknown_key(keys: Iterable[str | None], metas: Sequence[Mapping[str, Any]], 
     if unknown is None or not metas:
         return None
     metrics = sorted({key for meta in metas for key in meta} - _NOT_METRICS)
-    return CheckpointError(f"no checkpoint in {folder} has {unknown!r} in its {METAFNAME}",
-                           hint=f"existing keys: {', '.join(metrics) or 'none'}")
+    return CheckpointError("unknown-metric", f"no checkpoint in {folder} has {unknown!r} in its {METAFNAME}",
+                           hint=f"existing keys: {', '.join(metrics) or 'none'}", value=unknown)

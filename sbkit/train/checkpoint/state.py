@@ -52,12 +52,14 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # 
         named = re.search(r"GLOBAL ([\w.]+)", str(error))  # the rest is torch's advice to load it all the same
         example = f", such as {shown_names([named[1]])}" if named else ""
         raise CheckpointError(
+            "unsafe-file",
             f"{path} holds more than tensors and numbers{example}, so loading it could run code",
             hint="save it again as a state dict, or give the recoverable its own load hook",
+            file=path,
         ) from error
     except ValueError as error:
-        raise NotLoaded(f"{path} is damaged or not a file of tensors ({error})",
-                        hint="copy or download it again") from error
+        raise NotLoaded("damaged-file", f"{path} is damaged or not a file of tensors ({error})",
+                        hint="copy or download it again", file=path) from error
 
 
 class OtherModel(CheckpointError):
@@ -79,7 +81,8 @@ def load_recoverable(obj: object, name: str, path: Path, hook: Hook, end_of_epoc
     except (SbkitError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise NotLoaded(f"{path} can't be loaded into {name!r} ({summary(error)})") from error
+        raise NotLoaded("state-not-loaded", f"{path} can't be loaded into {name!r} ({summary(error)})",
+                        file=path, key=name) from error
 
 
 def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
@@ -111,8 +114,9 @@ def read_state(path: str | Path, *, lazily: bool = False) -> Any:  # what was sa
 
 def other_model(name: str, path: Path, difference: str) -> OtherModel:
     """Return the error for the file of a recoverable that belongs to another model; see ``differences``."""
-    return OtherModel(f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {difference}",
-                      hint="use the recipe that this run started with, or another output_folder")
+    return OtherModel("other-model",
+                      f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {difference}",
+                      hint="use the recipe that this run started with, or another output_folder", file=path, key=name)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -129,10 +133,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path
         missing = [str(error.args[0])]
     if missing:
         raise CheckpointError(
+            "other-optimizer",
             f"{Path(path).parent} was saved with another optimizer than {type(optimizer).__name__}, which needs "
             f"{missing[0]!r}",
             hint="use the opt_class that this run started with, or another output_folder, where `sbkit train` goes on "
-                 "from the weights with --init_from")
+                 "from the weights with --init_from",
+            file=path)
 
 
 def differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str:

@@ -64,14 +64,14 @@ def exit_now(code: int, patience: float = _WRITING_SECONDS) -> None:
     os._exit(code)
 
 
-def exit_with_error(reason: str) -> None:
-    """Log the reason and end this process within seconds, leaving time for a checkpoint that is being written."""
+def exit_with_error(code: str, reason: str) -> None:
+    """Log the reason with its code, and end this process within seconds, after a checkpoint that is being written."""
     if not _leaving.acquire(blocking=False):
         threading.Event().wait()  # another thread is already ending the process
     late = threading.Timer(_LEAVING_SECONDS + 1, os._exit, (1,))  # in case the log's disk or terminal blocks
     late.daemon = True
     late.start()
-    logger.error(reason)
+    logger.error("%s [%s]", reason, code)
     exit_now(1, _LEAVING_SECONDS)
 
 

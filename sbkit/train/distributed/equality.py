@@ -68,6 +68,7 @@ def assert_ranks_equal(modules: nn.Module, when: str) -> None:
     others = different.any(1).nonzero().flatten().tolist()
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     ranks.raise_on_main(SbkitError(
+        "ranks-differ",
         f"the ranks no longer train the same model: {when}, '{names[0]}'{more} of rank "
         f"{', '.join(map(str, others))} differs from rank 0",
         hint="is it changed outside of compute_forward and the optimizer, or initialised at random on each rank?",

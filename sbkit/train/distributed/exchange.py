@@ -303,5 +303,6 @@ def _is_inside_backward() -> bool:
 
 
 def _reentrant(what: str) -> SbkitError:
-    return SbkitError(f"a backward ran inside of another one and reached {what}, whose gradients were sent already",
+    return SbkitError("reentrant-checkpoint",
+                      f"a backward ran inside of another one and reached {what}, whose gradients were sent already",
                       hint="pass use_reentrant=False to torch.utils.checkpoint")

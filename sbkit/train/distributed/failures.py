@@ -117,6 +117,7 @@ class Failures:
                 self._end_if_caused_by_peer(error)
                 if isinstance(error, PeerGone) or "gloo/transport" in str(error):
                     lost = SbkitError(
+                        "lost-rank",
                         f"lost the connection to another rank ({first_line(error)})", exit_code=1,
                         hint="if no other message explains it, its process was killed or its machine is down; "
                              "run the same command again")
@@ -160,9 +161,9 @@ class Failures:
         A thread calls this, of rank 0, which has started that rank.
         """
         if not place.connected():  # the main thread waits for that rank to join, and nothing else ends that
-            ending.exit_with_error(message)
+            ending.exit_with_error("lost-rank", message)
             return
-        logger.error(message)
+        logger.error("%s [lost-rank]", message)
         if self.is_ending or self.peer_exit_code is not None:
             return
         with suppress(RuntimeError, ValueError):  # the store is gone, so the run ends already
@@ -195,7 +196,7 @@ class Failures:
         """End after the store has gone, because another rank failed, or because rank 0 is gone without a word."""
         if self.peer_exit_code is not None:
             self._end_silently(self.peer_exit_code)
-        logger.error("Rank %d ends: rank 0, which it was waiting for, is gone.", place.rank())
+        logger.error("Rank %d ends: rank 0, which it was waiting for, is gone [lost-rank]", place.rank())
         self._end_silently(1, grace=0.0)
 
     def _read_peer_failure(self, store: Store) -> int | None:
@@ -274,4 +275,4 @@ def _main_fails_too(store: Store) -> bool:
 
 
 def _log_failure(rank: int, error: SbkitError) -> None:
-    logger.error("Rank %d failed: %s", rank, error)
+    logger.error("Rank %d failed: %s", rank, error.shown.removeprefix(error.prefix))

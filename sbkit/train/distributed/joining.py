@@ -40,14 +40,15 @@ def join(device: torch.device, backend: str | None) -> None:
 def _refuse_incomplete_environment() -> None:
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise SbkitError(f"RANK and LOCAL_RANK are set, but not {', '.join(missing)}",
+        raise SbkitError("incomplete-environment", f"RANK and LOCAL_RANK are set, but not {', '.join(missing)}",
                          hint="start with torchrun, or set the same variables as torchrun")
 
 
 def _backend_for(device: torch.device, requested: str | None) -> str | None:
     """Return the backend for ``init_process_group``."""
     if requested not in (None, "nccl", "gloo", "mpi"):
-        raise SbkitError(f"distributed_backend is {requested!r}", hint="choose nccl, gloo or mpi")
+        raise SbkitError("bad-value", f"distributed_backend is {requested!r}", hint="choose nccl, gloo or mpi",
+                         key="distributed_backend", value=requested)
     if requested in (None, "nccl"):
         if device.type == "cpu":
             return "gloo"
@@ -119,7 +120,7 @@ def _wait_for_ranks(missing: Callable[[], list[int]], describe: bool) -> None:
         waited = time.monotonic() - began
         who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         if waited > COLLECTIVE_TIMEOUT.total_seconds():
-            raise SbkitError(f"{who} didn't join the others in {waited:.0f} s",
+            raise SbkitError("missing-rank", f"{who} didn't join the others in {waited:.0f} s",
                              hint="see their output; was one started on each machine?")
         if describe and waited > SILENT_SECONDS:
             logger.warning("Waiting for %s, which didn't join the others in %.0f s. Is it still starting, and can it "

@@ -58,16 +58,17 @@ def memory_budget(requested: float | None, device: torch.device) -> float:
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
     elif device.type != "cpu":
-        raise SbkitError(f"can't try batches on {device}, because its memory can't be limited",
+        raise SbkitError("memory-not-limited", f"can't try batches on {device}, because its memory can't be limited",
                          hint="sbkit check estimates what a batch needs")
     elif not memory.can_bound():
-        raise SbkitError(f"can't try batches on the CPU: {platform.system()} can't limit the memory of a process",
+        raise SbkitError("memory-not-limited",
+                         f"can't try batches on the CPU: {platform.system()} can't limit the memory of a process",
                          hint="sbkit check estimates what a batch needs")
     else:
         available = memory.total()
     if requested is not None and not 0 < requested <= available / GIB:
-        raise SbkitError(f"--memory {requested:g}: there are {available / GIB:.1f} GiB",
-                         hint="leave it out, or give a number above 0 and at most that")
+        raise SbkitError("bad-value", f"--memory {requested:g}: there are {available / GIB:.1f} GiB",
+                         hint="leave it out, or give a number above 0 and at most that", key="memory", value=requested)
     if requested is not None or device.type == "cuda":
         return round(available / GIB if requested is None else requested, 2)
     free = FREE_SHARE * memory.available() / GIB

@@ -64,7 +64,8 @@ class BoundedTrial(contextlib.AbstractContextManager["BoundedTrial"]):
         except (EOFError, ConnectionError):
             fits, failure = False, ""
         if failure:
-            raise SbkitError(f"a step on {utterances} utterances of {seconds:g} s fails: {failure}", exit_code=1)
+            raise SbkitError("failed-trial",
+                             f"a step on {utterances} utterances of {seconds:g} s fails: {failure}", exit_code=1)
         if not fits:
             self.__exit__()
         return fits

@@ -39,7 +39,7 @@ def refuse_too_large(batches: Iterable[Batch], fits: Callable[[MicroBatch], bool
         if size < 2:
             hint = "set max_batch_seconds to less: a single utterance fits at most, so leave out long ones " \
                    "(max_duration), or try activation_checkpointing"
-        ranks.raise_on_main(SbkitError(problem, hint=hint, exit_code=1))
+        ranks.raise_on_main(SbkitError("out-of-memory", problem, hint=hint, exit_code=1))
 
 
 def _fits_everywhere(batch: MicroBatch, fits: Callable[[MicroBatch], bool], problem: str) -> bool:
@@ -47,7 +47,8 @@ def _fits_everywhere(batch: MicroBatch, fits: Callable[[MicroBatch], bool], prob
     fits_here = fits(batch)
     # Others may wait for this rank within the model, where they can't learn that it failed: it ends the run.
     if not ranks.barrier("tried", None if fits_here else TRIAL_SECONDS):
-        raise SbkitError(problem, hint="set max_batch_seconds to less (sbkit tune finds the limit), or try "
+        raise SbkitError("out-of-memory",
+                         problem, hint="set max_batch_seconds to less (sbkit tune finds the limit), or try "
                                        "activation_checkpointing", exit_code=1)
     return not ranks.any_of({"failed": not fits_here})["failed"]
 

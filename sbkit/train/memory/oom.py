@@ -34,7 +34,8 @@ def oom_as_user_error(device: torch.device | str, hint: str = HINT) -> Iterator[
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise SbkitError(f"out of memory on {device}: {first_line(error)}", hint=hint, exit_code=1) from error
+        raise SbkitError("out-of-memory", f"out of memory on {device}: {first_line(error)}",
+                         hint=hint, exit_code=1) from error
 
 
 def release(device: torch.device) -> None:

@@ -96,7 +96,8 @@ def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device
     for i in range(STEPS + 1):
         started = time.perf_counter()
         if not step(batch):
-            raise SbkitError(f"a micro-batch of {batch.padded_seconds:.0f} s does not fit into the memory of {device}",
+            raise SbkitError("out-of-memory",
+                             f"a micro-batch of {batch.padded_seconds:.0f} s does not fit into the memory of {device}",
                              hint="sbkit tune finds the largest that does", exit_code=1)
         wait()
         if i or device.type == "cpu":  # the first step of a GPU loads kernels

@@ -236,13 +236,14 @@ def class_of(name: str) -> type[Logger]:
     try:
         kind = KINDS.get(name) or getattr(importlib.import_module(module), class_name)
     except Exception as error:  # a module of the user's own can raise anything
-        raise SbkitError(f"loggers: {name} can't be imported ({first_line(error)})",
-                         hint="name a class by its module, such as mine.Csv") from error
+        raise SbkitError("bad-logger", f"loggers: {name} can't be imported ({first_line(error)})",
+                         hint="name a class by its module, such as mine.Csv", key="loggers", value=name) from error
     if not (isinstance(kind, type) and issubclass(kind, Logger)):
-        raise SbkitError(f"loggers: {name} is no Logger", hint=f"derive it from {__name__}.Logger")
+        raise SbkitError("bad-logger", f"loggers: {name} is no Logger", hint=f"derive it from {__name__}.Logger",
+                         key="loggers", value=name)
     if inspect.isabstract(kind):
-        raise SbkitError(f"loggers: {name} lacks {', '.join(sorted(kind.__abstractmethods__))}",
-                         hint="write _log(self, values, step, seconds)")
+        raise SbkitError("bad-logger", f"loggers: {name} lacks {', '.join(sorted(kind.__abstractmethods__))}",
+                         hint="write _log(self, values, step, seconds)", key="loggers", value=name)
     tool = (kind.module or "sbkit").removeprefix("torch.utils.").partition(".")[0]  # TensorBoard's writer is torch's
     if sys.modules.get(tool) is None and importlib.util.find_spec(tool) is None:
         raise _not_importable(name, kind, f"no module {tool}")
@@ -250,5 +251,6 @@ def class_of(name: str) -> type[Logger]:
 
 
 def _not_importable(name: str, kind: type[Logger], why: str) -> SbkitError:
-    return SbkitError(f"loggers: {name} can't be imported ({why})", hint=(
-        f"pip install 'sbkit[{name}]'" if name in KINDS else f"install what has the module {kind.module}"))
+    return SbkitError("missing-package", f"loggers: {name} can't be imported ({why})", hint=(
+        f"pip install 'sbkit[{name}]'" if name in KINDS else f"install what has the module {kind.module}"),
+                      key="loggers", value=name)
