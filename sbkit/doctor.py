@@ -126,7 +126,8 @@ def _packages() -> Iterator[MachineFinding]:
             met.append(f"{requirement.name} {version}")
         else:
             code = "missing-package" if version is None else "wrong-version"
-            yield MachineFinding(requirement.name, version or "not installed", code, f"pip install '{requirement}'", True)
+            yield MachineFinding(requirement.name, version or "not installed", code, f"pip install '{requirement}'",
+                                 True)
     without_torch = ", ".join(name for name in met if not name.startswith("torch"))  # which has lines of its own
     yield MachineFinding("packages", f"sbkit {version_of('sbkit')}; {len(met)} of its {len(requirements)} requirements "
                          f"are met: {without_torch}")
@@ -229,7 +230,8 @@ def _driver() -> MachineFinding:
                               f"update the driver to {oldest}, or install a torch for an older CUDA: pip install "
                               f"{TORCH} --index-url https://download.pytorch.org/whl/cu126", True)
     return MachineFinding(what, f"{description}; torch finds no card that works", "broken-device",
-                          "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: reboot", True)
+                          "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: "
+                          "reboot", True)
 
 
 def _onnxruntime() -> Iterator[MachineFinding]:
@@ -250,7 +252,8 @@ def _onnxruntime() -> Iterator[MachineFinding]:
         misses_gpu = ask("torch")["cards"].get("cards") and "CUDAExecutionProvider" not in answer["providers"]
         names = ", ".join(name.removesuffix("ExecutionProvider") for name in answer["providers"])
         yield MachineFinding("onnxruntime", f"{builds[0]}, built for {names}", "onnxruntime-without-gpu",
-                             "ONNX models run on the CPU; for the GPU: pip uninstall -y onnxruntime; pip install onnxruntime-gpu" if misses_gpu else "")
+                             "ONNX models run on the CPU; for the GPU: pip uninstall -y onnxruntime; pip install "
+                             "onnxruntime-gpu" if misses_gpu else "")
 
 
 def _compilers() -> Iterator[MachineFinding]:
@@ -297,7 +300,8 @@ def _machine() -> Iterator[MachineFinding]:
         free = disk.free(Path(_SHARED))
         # Recipes' data workers pass on batches as files in memory, which are in no folder.
         yield MachineFinding("shared memory", f"{_SHARED}: {_gib(free)} free", "little-shared-memory",
-                             "recipes need no more; several GPUs (NCCL) and a script's own data loaders do: docker run --shm-size=8g"
+                             "recipes need no more; several GPUs (NCCL) and a script's own data loaders do: docker run "
+                             "--shm-size=8g"
                              if free < _SHARED_MEMORY else "")
 
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)

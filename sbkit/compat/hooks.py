@@ -41,7 +41,7 @@ def objectives_of(brain: Any, outputs: Outputs, batch: MicroBatch, stage: Stage)
         # A script may compute everything in compute_objectives, and only Python's words say that None was the cause.
         if outputs is None and "NoneType" in str(error) and _ends_in_objectives(brain, error):
             explain(error, SbkitError("no-forward-outputs",
-                                      f"compute_objectives got None from compute_forward, and ends in: {error}",
+                                      f"compute_forward returned None, and compute_objectives failed with it: {error}",
                                       hint="let compute_forward return its outputs"))
         raise
 

@@ -83,8 +83,8 @@ def check_planned(batch: T) -> T:
     """Return a batch of a plan; refuse one that only looks as if it said where its step ends."""
     if hasattr(batch, "last") and not isinstance(batch, PlannedBatch):
         raise SbkitError("batch-without-plan",
-                         f"{type(batch).__name__}.last doesn't say where an optimizer step ends: it may be a key of a "
-                         "recipe", hint="derive the class of a plan's batches from sbkit.data.batch.PlannedBatch")
+                         f"a {type(batch).__name__} has a field 'last', but is not a batch of a plan, whose field says "
+                         "where an optimizer step ends", hint="derive the class of a plan's batches from sbkit.data.batch.PlannedBatch")
     return batch
 
 

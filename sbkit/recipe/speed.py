@@ -180,10 +180,10 @@ class Utilisation:
         return f"MFU {100 * share:.0f} %" if share >= 0.01 else f"MFU {100 * share:.1g} %"
 
     def __str__(self) -> str:
-        needs = f"a second of audio takes {flops(self.operations)} in training"
+        needs = f"training takes {flops(self.operations)} per second of audio"
         if self.peak is None:
             return f"{needs}; the peak of {self.source or 'this device'} is unknown, so there is no MFU"
-        return f"{needs}; MFU is of {flops(self.peak)}/s, by {self.source}"
+        return f"{needs}; MFU is the share of {flops(self.peak)}/s ({self.source})"
 
 
 def flops(value: float) -> str:

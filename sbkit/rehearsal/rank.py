@@ -306,7 +306,8 @@ def train(job: Mapping[str, Any], diary: Diary) -> int:
     ranks.init(devices.resolve(request.run_opts.device))
     ranks.run_on_main(check_start)
     _run(job, diary, on_step=ready)
-    raise SbkitError("run-too-short", "the run ended before it could be killed in its second epoch")
+    raise SbkitError("run-too-short", "the run ended before the rehearsal could kill it in its second epoch",
+                     hint=f"give its epochs {KILLED_AT} steps or more")
 
 
 def resume(job: Mapping[str, Any], diary: Diary) -> int:

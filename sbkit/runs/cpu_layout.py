@@ -68,7 +68,8 @@ def choose(config: RunConfig) -> Layout | None:
     on_machine = _file_of_machine(config, keys)
     remembered = _read(on_machine)
     if remembered in layouts:
-        logger.info("This run uses %s of the CPU, which was fastest for this model before (%s)", remembered, on_machine)
+        logger.info("Training with %s, the fastest for this model on this machine (measured before, see %s)", remembered,
+                    on_machine)
         _write(in_folder, remembered)
         return remembered
     return _try(config, layouts, on_machine)
@@ -76,15 +77,16 @@ def choose(config: RunConfig) -> Layout | None:
 
 def _try(config: RunConfig, layouts: Sequence[Layout], on_machine: Path) -> Layout | None:
     """Return the fastest layout, and keep it; None if none could be tried."""
-    logger.info("Trying how training is fastest on %s ...", counted(usable_cores(), "core"))
+    logger.info("Measuring which numbers of ranks and threads train fastest on %s ...",
+                counted(usable_cores(), "core"))
     timings = cpu_trial.measure(config.whole_command, layouts)
     if not timings:  # what fails there fails in the run itself, which says why
         return None
     fastest = min(timings, key=lambda timing: timing.seconds)
-    others = ", ".join(f"{timing.layout} {1000 * timing.seconds:.0f} ms" for timing in timings if timing != fastest)
-    logger.info("Training on %s, the fastest here: %.0f ms a step, %.1f GiB%s (%s); --cpu_ranks, --cpu_threads or "
-                "OMP_NUM_THREADS choose otherwise", fastest.layout, 1000 * fastest.seconds, fastest.memory / 2**30,
-                " each" if fastest.layout.ranks > 1 else "", others)
+    slower = ", ".join(f"{timing.layout} {1000 * timing.seconds:.0f} ms" for timing in timings if timing != fastest)
+    logger.info("Training with %s, the fastest on this machine: %.0f ms a step, %.1f GiB%s (slower: %s). Set "
+                "--cpu_ranks, --cpu_threads or OMP_NUM_THREADS to choose yourself", fastest.layout,
+                1000 * fastest.seconds, fastest.memory / 2**30, " each" if fastest.layout.ranks > 1 else "", slower)
     _write(config.folder / CPU_LAYOUT, fastest.layout, timings)
     if _was_undisturbed(timings):
         with contextlib.suppress(OSError):  # a cache that can't be written costs the next run a trial

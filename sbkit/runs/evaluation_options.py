@@ -27,7 +27,7 @@ def use_options(task: Task, request: EvaluateRequest) -> None:
     use_search(task, request)
     if request.behaviour and not task.writes_words:
         raise SbkitError("option-not-for-task",
-                         f"{type(task).__name__} is no recogniser, so --behaviour has nothing to try",
+                         f"--behaviour tests recognisers, and {type(task).__name__} is none",
                          hint="leave it out", key="behaviour")
     if request.chunk:
         use_chunks(task, request.chunk)

@@ -116,12 +116,13 @@ def warn_of_slow_reading(brain: Brain, train_set: TrainLoader, device: torch.dev
 
 def utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Utilisation | None:
     """The FLOPs per second of this corpus in training, and the device's peak; None if unknown."""
-    shares: list[str] = []
+    shares: list[str] = []  # of the layers in the FLOPs, in words
     try:
         operations = flops.operations_per_second(brain, flops.typical_seconds(manifest.durations), shares)
     except Exception as error:  # tensors on the meta device may not support an operation
         logger.info("Model FLOPs can't be counted, so utilisation is not reported: %s: %s", type(error).__name__, error)
         return None
     result = Utilisation(operations, *peak_of(device, brain.precision))
-    logger.info("Model FLOPs: %s", "; ".join([str(result), *shares]))
+    for line in (f"Model FLOPs: {result}", *shares):
+        logger.info("%s", line)
     return result

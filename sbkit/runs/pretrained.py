@@ -150,7 +150,7 @@ def _transfer(module: nn.Module, name: str, path: str) -> None:
     """Load the parameters that a file and a module both have; warn of others, and refuse other shapes."""
     with open(path, "rb") as file:
         if file.read(9)[8:] == b"{":  # after its header's length
-            raise SbkitError("wrong-weights",
+            raise SbkitError("state-not-loaded",
                              f"{path} is a safetensors file, as a bundle has", hint="take a checkpoint's "
                              "model.ckpt, or --init_from FOLDER for the weights of a run or a bundle", file=path)
     state = load_file(path)

@@ -147,7 +147,7 @@ def take_weights(brain: Brain, weights: ChosenWeights = BEST_CHECKPOINT) -> list
         if weights.by_name:
             raise SbkitError("conflicting-options",
                              f"only the best or the last checkpoints can be averaged, not {weights.checkpoint}",
-                             key="average")
+                             hint="name best or last, or leave --average out", key="average")
         if len(weight_recoverables(checkpointer)) < len(checkpointer.recoverables):  # the rest isn't averaged
             checkpointer.recover_if_possible(**order)
         return load_average(checkpointer, weights.average, **order)

@@ -32,6 +32,7 @@ from sbkit.runs.keys import Bundles, TaskKeys
 from sbkit.runs.progress import last_logged_step, read_progress, warn_of_lost_steps
 from sbkit.runs.run_config import RunConfig
 from sbkit.runs.start_guard import StartGuard
+from sbkit.system.console import counted
 from sbkit.system.environment import command, describe
 from sbkit.train.checkpoint.state import OtherModel
 from sbkit.train.distributed import ranks
@@ -66,6 +67,9 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
     epochs = keys.epoch_counter.limit
     steps = progress.steps(len(plan), epochs)
     if logs:
+        parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
+        logger.info("This run: a model of %.1f million parameters, %s, %d steps in all, on %s in %s; results in %s",
+                    parameters / 1e6, counted(epochs, "epoch"), steps, device, brain.precision, keys.folder)
         _log_plan(plan, progress.epochs, steps, len(train), epochs)
 
     loaders = _Loaders.of(keys, config, {**manifests, "train": train}, tokenizer, columns, plan)

@@ -56,7 +56,7 @@ def check_torch(torch: str | None = None, torchaudio: str | None = None) -> None
             raise SbkitError("missing-package", f"{'torch' if torch is None else 'torchaudio'} is not installed",
                              hint=f"pip install {TORCH}")
     if _minor(torch) < _OLDEST_TORCH:
-        raise SbkitError("old-torch",
+        raise SbkitError("wrong-version",
                          f"torch {torch} is too old: before 2.10, a file of weights can corrupt memory",
                          hint=f"pip install {TORCH}: checkpoints stay valid")
     # torchaudio 2.11.1 takes a function that torch 2.11.0 doesn't have.
@@ -72,7 +72,7 @@ def check_torch(torch: str | None = None, torchaudio: str | None = None) -> None
 def _minor(version: str) -> tuple[int, int]:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None:
-        raise SbkitError("unknown-torch-version",
+        raise SbkitError("wrong-version",
                          f"the version {shown(version)} of torch or torchaudio doesn't begin with two numbers",
                          hint=f"pip install {TORCH}, or give your build a version such as 2.11.0+own", value=version)
     return int(numbers[1]), int(numbers[2])

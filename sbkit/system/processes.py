@@ -103,7 +103,8 @@ def free_port() -> int:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("", port))
             return port
-    raise SbkitError("no-free-port", f"no port from {_PORTS[0]} to {_PORTS[-1]} is free")
+    raise SbkitError("no-free-port", f"no port from {_PORTS[0]} to {_PORTS[-1]} is free",
+                     hint="end programs that listen there; ss -ltnp lists them")
 
 
 def torchrun_environment(rank: int, world: int, port: int) -> dict[str, str]:

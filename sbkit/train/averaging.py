@@ -128,7 +128,8 @@ class EMA:
         """Continue from a saved state."""
         unlike = differences(self.module.state_dict(), state["weights"])
         if unlike:
-            raise SbkitError("other-model", f"the moving average in the checkpoint belongs to another model: {unlike}")
+            raise SbkitError("other-model", f"the moving average in the checkpoint belongs to another model: {unlike}",
+                             hint="use the recipe that this run started with, or another output_folder")
         self.updates = int(state["updates"])
         self._averages = {}
         if not self.updates:

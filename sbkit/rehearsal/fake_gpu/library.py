@@ -34,7 +34,8 @@ def build() -> Path:
     Load it before all others (``LD_PRELOAD``). It also replaces the driver, ``libcuda.so.1``.
     """
     if platform.system() != "Linux":
-        raise SbkitError("no-fake-gpu", f"the fake GPU works only on Linux, not {platform.system()}")
+        raise SbkitError("no-fake-gpu", f"the fake GPU works only on Linux, not {platform.system()}",
+                         hint="rehearse on a Linux machine; it needs no GPU")
     place = importlib.util.find_spec("torch")
     torch = Path(place.origin).parent if place is not None and place.origin is not None else None
     if torch is None or not (torch / "lib" / "libtorch_cuda.so").exists():

@@ -208,7 +208,7 @@ def _find_source(keys: TaskKeys) -> WeightSource:
     """The source; refuses the run itself."""
     assert keys.init_from is not None
     if Path(keys.init_from).resolve() == keys.folder.resolve():
-        raise SbkitError("init-from-itself", f"init_from: {keys.init_from} is the folder of this run itself",
+        raise SbkitError("conflicting-options", f"init_from: {keys.init_from} is the folder of this run itself",
                          hint="the same command resumes a run; name another --output_folder to start a new one",
                          file=keys.init_from, key="init_from")
     source = source_of(keys)

@@ -261,7 +261,7 @@ class Match:
             unclear = [path for path, name in list_names.items() if name == list_name]
             numbers_here = listed(f"{number} is {key}" for number, key in enumerate(keys))
             raise SbkitError(
-                "unclear-names",
+                "no-matching-weights",
                 f"init_from: {self.source.description} names its parts by numbers ({listed(sorted(source_entries))}), "
                 f"and here {numbers_here}: it is unknown which is which",
                 hint="name the folder of its run, checkpoint or bundle, whose recipe has their names, or "

@@ -301,8 +301,8 @@ def find(path: str | Path, weights: ChosenWeights, metric: Metric) -> WeightSour
     if (path / RECIPE).is_file():
         return _of_speechbrain(path)
     if _config(path).get("format") != _BUNDLE:
-        raise SbkitError("not-a-start",
-                         f"init_from: {path} is nothing that a run can start from", hint=f"name {KINDS}",
+        raise SbkitError("no-weights",
+                         f"init_from: {path} has no weights that a run can start from", hint=f"name {KINDS}",
                          file=path, key="init_from")
     if not (path / _WEIGHTS).is_file():
         raise SbkitError("no-weights",
@@ -375,14 +375,14 @@ def _of_run(run: Path, weights: ChosenWeights, metric: Metric) -> WeightSource:
     tree = restore.moved_recipe(run / RECIPE, run)
     folder = Path(str(tree.at("checkpointer", "checkpoints_dir") or run / "save"))
     if not folder.is_dir():
-        raise SbkitError("no-checkpoint", f"init_from: the run {run} has no checkpoint", hint="has it saved one yet?",
+        raise SbkitError("no-checkpoint", f"init_from: the run {run} has no checkpoint", hint="wait for its first checkpoint, or name another run",
                          file=run, key="init_from")
     checkpointer = Checkpointer(str(folder))
     order = restore.order_of(checkpointer, metric, weights.checkpoint, requested=f"init_checkpoint: {LAST}")
     if weights.by_name and weights.average.several:
         raise SbkitError("conflicting-options",
                          f"init_average averages the best or the last checkpoints, not {weights.checkpoint}",
-                         key="init_average")
+                         hint="write init_checkpoint: best or last, or leave init_average out", key="init_average")
     chosen = _chosen(checkpointer, weights, order)
     if not weights.average.several:
         score = "".join(f", {name} {value:.4g}" for name, value in chosen.meta.items() if name == metric.name)
@@ -425,7 +425,7 @@ def _chosen(checkpointer: Checkpointer, weights: ChosenWeights, order: Order) ->
             return checkpoint
         reasons.append(f"{path.name}: {reason}")
         logger.warning("init_from: skipping %s: %s", checkpoint.path, reason)
-    raise SbkitError("no-usable-checkpoint",
+    raise SbkitError("damaged-checkpoint",
                      f"init_from: all checkpoints of {checkpointer.checkpoints_dir} are damaged: {'; '.join(reasons)}",
                      file=checkpointer.checkpoints_dir, key="init_from")
 
@@ -521,7 +521,7 @@ def _pretrainer(folder: Path) -> tuple[Node, dict[str, Node], dict[str, list[str
     tree = load.resolved(path, {})
     loadables = tree.at("pretrainer", "loadables")
     if not isinstance(loadables, dict):
-        raise SbkitError("not-a-start", f"init_from: {path} is not of a run, and has no pretrainer that names weights",
+        raise SbkitError("no-weights", f"init_from: {path} is not of a run, and has no pretrainer that names weights",
                          hint=f"name {KINDS}", file=path, key="init_from")
     paths = tree.at("pretrainer", "paths") or {}
     file_names = {}

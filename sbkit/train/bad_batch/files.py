@@ -151,6 +151,7 @@ def load_batches(path: Path, device: torch.device | str) -> list[dict[str, Any]]
             kind = getattr(importlib.import_module(module), attribute, None)
             if not _is_batch_class(kind):
                 raise SbkitError("unsafe-file", f"the saved batch holds a {name}, which is not a batch class",
+                                 hint="load only batches that a run of yours has saved",
                                  file=path)
             classes.append(kind)
         with torch.serialization.safe_globals(classes):

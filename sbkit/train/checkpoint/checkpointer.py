@@ -123,7 +123,7 @@ class Checkpointer(stock.Checkpointer):
             counters = (obj for obj in self.recoverables.values() if isinstance(obj, EpochCounter))
             epoch = meta.get("epoch", next((counter.current for counter in counters), None))
             if epoch is None:
-                raise CheckpointError("no-epoch-counter", "keep_every needs the epoch",
+                raise CheckpointError("no-epoch-counter", "keep_every needs to know each checkpoint's epoch",
                                       hint="add the epoch counter to the recoverables, or epoch to meta")
             if int(epoch) % keep_every == 0:
                 meta[KEEP] = True
@@ -378,7 +378,7 @@ class Checkpointer(stock.Checkpointer):
         metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._readable())]
         unknown = self._unknown_key([max_key, min_key], metas)
         if unknown is not None:
-            logger.warning("%s. So no checkpoint is loaded, as in SpeechBrain, and the weights stay those at hand: "
+            logger.warning("%s. So no checkpoint is loaded, as in SpeechBrain, and the weights stay as they are: "
                            "after training the last ones, otherwise the initial ones", unknown)
             return None
         for ckpt in self.find_checkpoints(importance_key, max_key, min_key, ckpt_predicate):
@@ -394,7 +394,7 @@ class Checkpointer(stock.Checkpointer):
         if not skipped:
             return None
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped.items())
-        raise CheckpointError("no-usable-checkpoint",
+        raise CheckpointError("damaged-checkpoint",
                               f"no checkpoint in {self.checkpoints_dir} can be used ({reasons})",
                               hint="restore one of them, or move them away to start from scratch",
                               file=self.checkpoints_dir)

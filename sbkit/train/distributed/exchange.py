@@ -304,5 +304,6 @@ def _is_inside_backward() -> bool:
 
 def _reentrant(what: str) -> SbkitError:
     return SbkitError("reentrant-checkpoint",
-                      f"a backward ran inside of another one and reached {what}, whose gradients were sent already",
+                      "activation checkpointing with use_reentrant=True can't be used with several ranks: its backward "
+                      f"reached {what} after its gradients were sent",
                       hint="pass use_reentrant=False to torch.utils.checkpoint")

@@ -68,7 +68,7 @@ def _begin_to_watch() -> None:
 def exit_if_orphaned() -> None:
     """End this process if what started it is gone; any other error is then a consequence."""
     if _launcher.is_watched and _launcher.is_gone:
-        ending.exit_with_error("lost-launcher", f"{_launcher}, which started this process, is gone, so this process ends; "
+        ending.exit_with_error("lost-rank", f"{_launcher}, which started this process, is gone, so this process ends; "
                                "run the same command to resume from the last checkpoint")
 
 
