@@ -84,7 +84,8 @@ def check_planned(batch: T) -> T:
     if hasattr(batch, "last") and not isinstance(batch, PlannedBatch):
         raise SbkitError("batch-without-plan",
                          f"a {type(batch).__name__} has a field 'last', but is not a batch of a plan, whose field says "
-                         "where an optimizer step ends", hint="derive the class of a plan's batches from sbkit.data.batch.PlannedBatch")
+                         "where an optimizer step ends",
+                         hint="derive the class of a plan's batches from sbkit.data.batch.PlannedBatch")
     return batch
 
 

@@ -76,4 +76,5 @@ def _refuse_what_fsdp_lacks(brain: Brain) -> None:
     for name, is_used in unshardable.items():
         if is_used:
             raise SbkitError("conflicting-options",
-                             f"fsdp can't be used together with {name}", hint="remove one of them", key="fsdp")
+                             f"fsdp can't be used together with {name}",
+                             hint="remove one of them", key="fsdp")

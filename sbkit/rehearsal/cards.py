@@ -84,7 +84,8 @@ def parse_cards(text: str) -> tuple[int, Card]:
     count = int(match[1] or 1)
     if not 1 <= count <= MAX_CARDS:
         raise SbkitError("bad-value",
-                         f"'{text}' asks for {count} GPUs", hint=f"1 to {MAX_CARDS} of one machine can be simulated",
+                         f"'{text}' asks for {count} GPUs",
+                         hint=f"1 to {MAX_CARDS} of one machine can be simulated",
                          value=text)
     return count, card
 

@@ -68,8 +68,8 @@ def choose(config: RunConfig) -> Layout | None:
     on_machine = _file_of_machine(config, keys)
     remembered = _read(on_machine)
     if remembered in layouts:
-        logger.info("Training with %s, the fastest for this model on this machine (measured before, see %s)", remembered,
-                    on_machine)
+        logger.info("Training with %s, the fastest for this model on this machine (measured before, see %s)",
+                    remembered, on_machine)
         _write(in_folder, remembered)
         return remembered
     return _try(config, layouts, on_machine)

@@ -81,7 +81,8 @@ def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest:
     keys = recipe.keys
     if not request.max_batch_seconds and keys.batching is None:
         raise SbkitError("missing-key",
-                         "the recipe has no batching", hint="give the seconds of audio in a batch: --max-batch-seconds 120",
+                         "the recipe has no batching",
+                         hint="give the seconds of audio in a batch: --max-batch-seconds 120",
                          key="batching")
     loader = EvalLoader(
         manifest, recipe.task.tokenizer(keys), columns=BatchColumns(recipe.task.columns, keys),

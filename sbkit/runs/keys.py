@@ -102,6 +102,7 @@ class TaskKeys(TrainKeys):
         """The output folder; raises if the recipe has none."""
         if self.output_folder is None:
             raise SbkitError("no-output",
-                             "the recipe has no output_folder", hint="say where checkpoints and results go",
+                             "the recipe has no output_folder",
+                             hint="say where checkpoints and results go",
                              key="output_folder")
         return Path(self.output_folder)

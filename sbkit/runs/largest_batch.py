@@ -66,7 +66,8 @@ def measure(config: RunConfig) -> float:
     seconds, how = min(ranks.gather_objects(result))
     if not seconds:
         ranks.raise_on_main(SbkitError("no-batch-fits",
-                                       f"max_batch_seconds: auto: {how}", hint=batch_size_search.SMALLER, exit_code=1,
+                                       f"max_batch_seconds: auto: {how}",
+                                       hint=batch_size_search.SMALLER, exit_code=1,
                                        key="max_batch_seconds"))
     if ranks.is_main():
         logger.info("max_batch_seconds: auto is %g: %s", seconds, how)

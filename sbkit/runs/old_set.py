@@ -109,7 +109,8 @@ def guard(recipe: Recipe, brain: Brain, weights: ChosenWeights, accept_worse: bo
         if old_set is None:
             raise SbkitError("no-old-test",
                              f"{keys.folder} has no {OLD_SET}, so it is unknown how well the initial model recognised "
-                             "the old test set, and whether this one forgot", hint="--accept-worse exports it anyway", file=keys.folder)
+                             "the old test set, and whether this one forgot",
+                             hint="--accept-worse exports it anyway", file=keys.folder)
         value = None
         if weights == keys.tested_weights:  # the run's own test scored them
             value = stored_json(keys.folder / TESTED).get(f"{old_set.metric} {OLD}")

@@ -151,7 +151,8 @@ def _transfer(module: nn.Module, name: str, path: str) -> None:
     with open(path, "rb") as file:
         if file.read(9)[8:] == b"{":  # after its header's length
             raise SbkitError("state-not-loaded",
-                             f"{path} is a safetensors file, as a bundle has", hint="take a checkpoint's "
+                             f"{path} is a safetensors file, as a bundle has",
+                             hint="take a checkpoint's "
                              "model.ckpt, or --init_from FOLDER for the weights of a run or a bundle", file=path)
     state = load_file(path)
     own = module.state_dict()

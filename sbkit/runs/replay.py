@@ -80,7 +80,8 @@ def with_replay(keys: TaskKeys) -> Replay:
     assert keys.replay is not None
     if isinstance(keys.corpus, Mixture):
         raise SbkitError("conflicting-options",
-                         "replay: the corpus is a mixture already", hint="make the old corpus a part of it, and leave "
+                         "replay: the corpus is a mixture already",
+                         hint="make the old corpus a part of it, and leave "
                                                                         "out replay", key="replay")
     try:
         joint = Replay(keys.corpus, keys.replay, _source_of_old(keys))

@@ -82,7 +82,8 @@ def _require_run(folder: Path) -> None:
         run = folder.resolve().parents[1]
         if (run / RECIPE).is_file():
             raise SbkitError("not-a-run",
-                             f"{folder} has the results of a test, not a run", hint=f"name the run's folder: {run}",
+                             f"{folder} has the results of a test, not a run",
+                             hint=f"name the run's folder: {run}",
                              file=folder)
     if (folder / RECIPE).is_file():
         return

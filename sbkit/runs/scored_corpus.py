@@ -37,7 +37,8 @@ def find(request: EvaluateRequest, recipe: Recipe) -> ScoredCorpus:
     """Find what a request names, and prepare it unless it is a prepared split of the run."""
     own = recipe.keys.corpus
     if (request.on or "").startswith("{"):
-        raise SbkitError("bad-option", f"--data_folder is a mapping of several splits, {request.on}, but one split is scored",
+        raise SbkitError("bad-option",
+                         f"--data_folder is a mapping of several splits, {request.on}, but one split is scored",
                          hint="name its list: --data_folder test.csv", key="data_folder", value=request.on)
     split = request.split or "test"
     is_own = request.on is None and request.data_root is None

@@ -192,7 +192,8 @@ def _refuse_options(keys: TaskKeys, options: RunOptions) -> None:
                          file=keys.checkpointer.checkpoints_dir)
     if options.debug and not (options.debug_persistently or initial.fresh(keys)):
         raise SbkitError("output-exists",
-                         f"--debug would replace the results in {keys.folder}", hint="name another --output_folder",
+                         f"--debug would replace the results in {keys.folder}",
+                         hint="name another --output_folder",
                          file=keys.folder)
 
 

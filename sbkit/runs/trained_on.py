@@ -43,7 +43,8 @@ def check(folder: Path, corpus: Corpus, split: str) -> None:
     where = f", but was prepared from {other} since" if other else ""
     path = corpus.manifest_path(split)
     raise SbkitError("changed-manifest",
-                     f"{path} is not the manifest that the run in {folder} was trained on{where}", hint=(
+                     f"{path} is not the manifest that the run in {folder} was trained on{where}",
+                     hint=(
         "name the corpus to score with --data_folder; sbkit prepare with the run's own recipe and keys makes its "
         "manifests again"), file=path)
 

@@ -234,5 +234,6 @@ def before_training(recipe: Recipe, path: Path) -> None:
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise SbkitError("failed-check",
-                         "the labels don't fit the model", hint="--no-check trains on them anyway", exit_code=1,
+                         "the labels don't fit the model",
+                         hint="--no-check trains on them anyway", exit_code=1,
                          file=path)

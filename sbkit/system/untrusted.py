@@ -168,7 +168,8 @@ def standard_input(what: str, hint: str) -> TextIO:
     """
     if sys.stdin is None:
         raise SbkitError("no-standard-input",
-                         f"- reads {what} from standard input, but standard input is closed", hint=hint)
+                         f"- reads {what} from standard input, but standard input is closed",
+                         hint=hint)
     if sys.stdin.isatty():
         raise SbkitError("no-standard-input", f"- reads {what} from standard input, but that is a terminal", hint=hint)
     return sys.stdin

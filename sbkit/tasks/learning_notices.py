@@ -142,8 +142,8 @@ class Standing(NamedTuple):
 class LearningNotices:
     """Monitors the training loss, and returns a notice when a problem begins and when it is over.
 
-    - ``nothing-learnt``: the loss has not left chance (see ``LearningProgress``) after a number of steps, weighted by their
-      learning rates, or at the end of training;
+    - ``nothing-learnt``: the loss has not left chance (see ``LearningProgress``) after a number of steps, weighted by
+      their learning rates, or at the end of training;
     - ``diverged``: half of the progress is lost, or the loss is far above its start.
 
     Notices only depend on steps, so they are the same on every rank. Checkpoints don't have what was said: a resumed

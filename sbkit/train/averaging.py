@@ -36,7 +36,8 @@ class EMA:
     def __init__(self, module: torch.nn.Module, decay: float = 0.999):
         if not 0.0 <= decay < 1.0:
             raise SbkitError("bad-value",
-                             f"the decay of an average must be in [0, 1), not {decay}", hint="0.999 is usual",
+                             f"the decay of an average must be in [0, 1), not {decay}",
+                             hint="0.999 is usual",
                              key="decay", value=decay)
         self.module = module
         self.decay = decay

@@ -70,7 +70,8 @@ def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
     modes = [name for name in torch._inductor.list_mode_options() if name != "reduce-overhead"]
     if mode is not None and mode not in modes:
         raise SbkitError("bad-option",
-                         f"--compile_mode: torch has no mode {mode!r}", hint=f"choose among {', '.join(modes)}",
+                         f"--compile_mode: torch has no mode {mode!r}",
+                         hint=f"choose among {', '.join(modes)}",
                          key="compile_mode", value=mode)
     options = torch._inductor.list_mode_options(mode or "default", dynamic=True)
     options["triton.cudagraphs"] = False

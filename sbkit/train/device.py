@@ -122,7 +122,8 @@ def parse(device: object) -> torch.device:
         return device
     if isinstance(device, bool) or not isinstance(device, (str, int)):
         raise SbkitError("bad-value",
-                         f"device {device!r} is not a device", hint="write cpu, cuda, cuda:0, mps or xpu:1",
+                         f"device {device!r} is not a device",
+                         hint="write cpu, cuda, cuda:0, mps or xpu:1",
                          key="device", value=device)
     try:
         if isinstance(device, int) or device.strip().isdigit():

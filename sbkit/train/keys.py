@@ -55,7 +55,8 @@ class TrainKeys(Keys):
         """The moving average of the weights; None if the recipe has none, or one that is switched off."""
         if self.ema is not None and not hasattr(self.ema, "decay"):
             raise SbkitError("bad-value",
-                             f"ema is {self.ema!r}, not an EMA", hint="write !new:sbkit.train.averaging.EMA", key="ema")
+                             f"ema is {self.ema!r}, not an EMA",
+                             hint="write !new:sbkit.train.averaging.EMA", key="ema")
         return self.ema if self.ema is not None and self.ema.decay > 0 else None
 
 

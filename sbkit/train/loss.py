@@ -98,7 +98,8 @@ def as_loss(value: Objectives, is_dummy: bool = False) -> Loss:
     one_number(loss.total, "compute_objectives", only_tensor=True)
     if isinstance(loss.count, (int, float)) and loss.count < 0:
         raise SbkitError("bad-loss",
-                         f"compute_objectives returned sbkit.Loss with a count of {loss.count}", hint="0 is the least")
+                         f"compute_objectives returned sbkit.Loss with a count of {loss.count}",
+                         hint="0 is the least")
     total = loss.total.float() if loss.total.dtype in _HALF else loss.total
     loss = loss._replace(total=total.reshape(()))
     if not is_dummy:

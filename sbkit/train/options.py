@@ -41,7 +41,8 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
         precision = pick(opts, values, name)
         if precision not in _PRECISIONS:
             raise SbkitError("bad-value",
-                             f"{name} is {precision!r}", hint=f"choose one of auto, {', '.join(_PRECISIONS)}",
+                             f"{name} is {precision!r}",
+                             hint=f"choose one of auto, {', '.join(_PRECISIONS)}",
                              key=name, value=precision)
     factor = option_number(_FACTOR, pick(opts, values, _FACTOR))
     if factor is not None and factor < 1:
@@ -62,7 +63,8 @@ def _run_options(run_opts: RunOptions | Mapping[str, Any] | None) -> RunOptions:
     unknown = sorted(set(run_opts or ()) - {field.name for field in dataclasses.fields(RunOptions)})
     if unknown:
         raise SbkitError("unknown-key",
-                         f"run_opts has unknown keys: {', '.join(unknown)}", hint="keys of the recipe go into hparams",
+                         f"run_opts has unknown keys: {', '.join(unknown)}",
+                         hint="keys of the recipe go into hparams",
                          key=unknown[0])
     return RunOptions() if run_opts is None else RunOptions.from_dictionary(dict(run_opts))
 
@@ -130,12 +132,14 @@ def check_opt_class(opt_class: Callable[..., Optimizer] | None) -> Callable[...,
         return None
     if isinstance(opt_class, Optimizer):
         raise SbkitError("bad-optimizer",
-                         "opt_class is an optimizer, not a class", hint="write !name: instead of !new:",
+                         "opt_class is an optimizer, not a class",
+                         hint="write !name: instead of !new:",
                          key="opt_class")
     if not callable(opt_class):
         given = repr(opt_class) if isinstance(opt_class, str) else f"of {type(opt_class).__name__}"
         raise SbkitError("bad-optimizer",
-                         f"opt_class is {given}, not a class", hint=_ORDER if isinstance(opt_class, Mapping) else
+                         f"opt_class is {given}, not a class",
+                         hint=_ORDER if isinstance(opt_class, Mapping) else
                          "write !name: and its name, such as !name:torch.optim.AdamW", key="opt_class")
     inner, named = unwrapped(opt_class)
     if isinstance(inner, type) and issubclass(inner, Optimizer):
@@ -144,12 +148,14 @@ def check_opt_class(opt_class: Callable[..., Optimizer] | None) -> Callable[...,
         except TypeError as error:
             known = [name for name in inspect.signature(inner).parameters if name != "params"]
             raise SbkitError("bad-optimizer",
-                             f"opt_class: {inner.__name__} {error}", hint=f"it takes {', '.join(known)}",
+                             f"opt_class: {inner.__name__} {error}",
+                             hint=f"it takes {', '.join(known)}",
                              key="opt_class") from None
         for name in {"lr", "weight_decay", "momentum", "eps"} & named.keys():
             if isinstance(named[name], str):
                 raise SbkitError("bad-optimizer",
-                                 f"opt_class: {name} is the text {named[name]!r}", hint="write it without quotes",
+                                 f"opt_class: {name} is the text {named[name]!r}",
+                                 hint="write it without quotes",
                                  key="opt_class")
     return opt_class
 
@@ -158,7 +164,8 @@ def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Modul
     """Return the modules without null ones; raise an error for objects of other types and for unusable names."""
     if not isinstance(modules, (Mapping, torch.nn.ModuleDict, type(None))):
         raise SbkitError("bad-modules",
-                         f"modules is of {type(modules).__name__}, not a mapping", hint="give it names: {'model': ...}")
+                         f"modules is of {type(modules).__name__}, not a mapping",
+                         hint="give it names: {'model': ...}")
     checked = {key: module for key, module in (modules or {}).items() if module is not None}
     for key, module in checked.items():
         if isinstance(module, torch.nn.Module):

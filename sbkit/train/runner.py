@@ -83,7 +83,8 @@ class Eager:
         outputs, objectives, loss = self.parallel.loss_of(batch)
         if not loss.total.requires_grad:
             raise SbkitError("nothing-to-train",
-                             "the loss depends on no trainable parameter", hint="check what is frozen, detached or computed under torch.no_grad()")
+                             "the loss depends on no trainable parameter",
+                             hint="check what is frozen, detached or computed under torch.no_grad()")
         self.times.mark("loss")
 
         sums, extra_names = sums_of(loss, self.device)

@@ -123,7 +123,8 @@ class Match:
             names = source_parts.matching(pattern)
             if not paths and not names:
                 raise SbkitError("unknown-module",
-                                 f"init_leave: nothing is named {pattern!r}", hint=self.parts.suggestion(pattern),
+                                 f"init_leave: nothing is named {pattern!r}",
+                                 hint=self.parts.suggestion(pattern),
                                  key="init_leave", value=pattern)
             left_paths |= paths
             left_names |= names

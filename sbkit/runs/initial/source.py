@@ -242,7 +242,8 @@ class WeightSource:
         """The SentencePiece model of a CTCTextEncoder's labels, with the blank first, as runs have it."""
         if "blank" not in labels.roles:
             raise SbkitError("unknown-tokens",
-                             f"{self.tokenizer} has no blank, which a run needs", hint="write init_tokenizer: new",
+                             f"{self.tokenizer} has no blank, which a run needs",
+                             hint="write init_tokenizer: new",
                              file=self.tokenizer, key="init_tokenizer")
         blank = labels.roles["blank"]
         order = [blank, *(token_id for token_id in range(len(labels.pieces)) if token_id != blank)]
@@ -302,7 +303,8 @@ def find(path: str | Path, weights: ChosenWeights, metric: Metric) -> WeightSour
         return _of_speechbrain(path)
     if _config(path).get("format") != _BUNDLE:
         raise SbkitError("no-weights",
-                         f"init_from: {path} has no weights that a run can start from", hint=f"name {KINDS}",
+                         f"init_from: {path} has no weights that a run can start from",
+                         hint=f"name {KINDS}",
                          file=path, key="init_from")
     if not (path / _WEIGHTS).is_file():
         raise SbkitError("no-weights",
@@ -375,8 +377,8 @@ def _of_run(run: Path, weights: ChosenWeights, metric: Metric) -> WeightSource:
     tree = restore.moved_recipe(run / RECIPE, run)
     folder = Path(str(tree.at("checkpointer", "checkpoints_dir") or run / "save"))
     if not folder.is_dir():
-        raise SbkitError("no-checkpoint", f"init_from: the run {run} has no checkpoint", hint="wait for its first checkpoint, or name another run",
-                         file=run, key="init_from")
+        raise SbkitError("no-checkpoint", f"init_from: the run {run} has no checkpoint",
+                         hint="wait for its first checkpoint, or name another run", file=run, key="init_from")
     checkpointer = Checkpointer(str(folder))
     order = restore.order_of(checkpointer, metric, weights.checkpoint, requested=f"init_checkpoint: {LAST}")
     if weights.by_name and weights.average.several:

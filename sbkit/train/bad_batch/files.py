@@ -88,7 +88,8 @@ def find_saved(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     reports = [path for parent in parents for path in _reports(folder, parent)]
     if not reports and not folder.is_dir():
         raise SbkitError("no-such-path",
-                         f"{folder} does not exist", hint="name the output_folder of a run, or a bad batch in it",
+                         f"{folder} does not exist",
+                         hint="name the output_folder of a run, or a bad batch in it",
                          file=folder)
     if not reports:
         raise SbkitError("no-bad-batch",
@@ -161,7 +162,8 @@ def load_batches(path: Path, device: torch.device | str) -> list[dict[str, Any]]
         raise
     except Exception as error:  # torch raises all kinds for a damaged file
         raise SbkitError("damaged-file",
-                         f"{path} can't be read: {first_line(error)}", hint="was it written by this sbkit?",
+                         f"{path} can't be read: {first_line(error)}",
+                         hint="was it written by this sbkit?",
                          file=path) from error
 
 

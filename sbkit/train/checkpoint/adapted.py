@@ -51,7 +51,8 @@ class Adapted(nn.Module):
         in_model = {id(parameter) for parameter in model.parameters()}
         if not all(id(parameter) in in_model for parameter in base.parameters()):
             raise SbkitError("bad-adapted",
-                             "Adapted: the base is not part of the model", hint="put it into the model's ModuleList")
+                             "Adapted: the base is not part of the model",
+                             hint="put it into the model's ModuleList")
         self._base = {name: p for name, p in base.named_parameters() if not p.requires_grad}
         if not self._base:
             raise SbkitError("bad-adapted",
@@ -104,7 +105,8 @@ class Adapted(nn.Module):
             difference = differences(self._base, base)
             if difference:
                 raise SbkitError("other-model",
-                                 f"{path} is the base of another model: {difference}", hint="did the recipe change?",
+                                 f"{path} is the base of another model: {difference}",
+                                 hint="did the recipe change?",
                                  file=path)
             with torch.no_grad():
                 for name, parameter in self._base.items():
@@ -130,7 +132,8 @@ def read_base(path: Path, expected_hash: str) -> dict[str, Tensor]:
         raise SbkitError("damaged-checkpoint", f"{path} is damaged: {error}", hint=_COPY_HINT, file=path) from error
     if hash_of(base) != expected_hash:
         raise SbkitError("damaged-checkpoint",
-                         f"{path} is damaged: its values don't match the hash in its name", hint=_COPY_HINT, file=path)
+                         f"{path} is damaged: its values don't match the hash in its name",
+                         hint=_COPY_HINT, file=path)
     return base
 
 

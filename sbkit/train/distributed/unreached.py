@@ -32,5 +32,6 @@ def warn_unreached(modules: nn.Module, recipe: Mapping[str, Any], warned: set[st
         names = sorted([*whole, *(name for name in missing if not name.startswith(covered))])
         parts = ParameterGroups(modules, recipe)
         logger.warning("Not trained, because the loss does not depend on them (expected for a part that the recipe "
-                       "does not use, such as a decoder): %s", ", ".join(map(parts.name, names)).replace("_orig_mod.", ""))
+                       "does not use, such as a decoder): %s",
+                       ", ".join(map(parts.name, names)).replace("_orig_mod.", ""))
     warned |= unreached

@@ -47,9 +47,9 @@ def _fits_everywhere(batch: MicroBatch, fits: Callable[[MicroBatch], bool], prob
     fits_here = fits(batch)
     # Others may wait for this rank within the model, where they can't learn that it failed: it ends the run.
     if not ranks.barrier("tried", None if fits_here else TRIAL_SECONDS):
-        raise SbkitError("out-of-memory",
-                         problem, hint="set max_batch_seconds to less (sbkit tune finds the limit), or try "
-                                       "activation_checkpointing", exit_code=1)
+        raise SbkitError("out-of-memory", problem, exit_code=1,
+                         hint="set max_batch_seconds to less (sbkit tune finds the limit), or try "
+                              "activation_checkpointing")
     return not ranks.any_of({"failed": not fits_here})["failed"]
 
 
