@@ -70,6 +70,11 @@ class MachineFinding(NamedTuple):
         return "warning" if self.fix else "ok"
 
 
+def _warned(what: str, found: str, code: str, fix: str) -> MachineFinding:
+    """Return a warning, or what is ok if there is no fix."""
+    return MachineFinding(what, found, code, fix) if fix else MachineFinding(what, found)
+
+
 def examine() -> list[MachineFinding]:
     """Run all checks; one that fails, or never ends, is a warning."""
     findings: list[MachineFinding] = []
@@ -176,8 +181,8 @@ def _cards() -> Iterator[MachineFinding]:
                                  f"install one built for it: this is built for {', '.join(built_for)}", True)
         else:
             is_shared = card["free"] < 0.9 * card["total"]
-            yield MachineFinding(f"cuda:{index}", description, "gpu-in-use",
-                                 "another process uses its memory: nvidia-smi lists it" if is_shared else "")
+            yield _warned(f"cuda:{index}", description, "gpu-in-use",
+                          "another process uses its memory: nvidia-smi lists it" if is_shared else "")
 
 
 def _driver() -> MachineFinding:
@@ -213,8 +218,8 @@ def _driver() -> MachineFinding:
                               "no-driver",
                               "reinstall the driver, or reboot after an update; a container needs --gpus all")
     if version is None:
-        return MachineFinding(what, "none: training and models run on the CPU", "no-driver",
-                              "if there is a card, install its driver; a container needs --gpus all" if cuda else "")
+        return _warned(what, "none: training and models run on the CPU", "no-driver",
+                       "if there is a card, install its driver; a container needs --gpus all" if cuda else "")
     if not cuda:
         return MachineFinding(what, f"{description}; this torch is built without CUDA",
                               "torch-without-cuda",
@@ -251,16 +256,16 @@ def _onnxruntime() -> Iterator[MachineFinding]:
     else:
         misses_gpu = ask("torch")["cards"].get("cards") and "CUDAExecutionProvider" not in answer["providers"]
         names = ", ".join(name.removesuffix("ExecutionProvider") for name in answer["providers"])
-        yield MachineFinding("onnxruntime", f"{builds[0]}, built for {names}", "onnxruntime-without-gpu",
-                             "ONNX models run on the CPU; for the GPU: pip uninstall -y onnxruntime; pip install "
-                             "onnxruntime-gpu" if misses_gpu else "")
+        yield _warned("onnxruntime", f"{builds[0]}, built for {names}", "onnxruntime-without-gpu",
+                      "ONNX models run on the CPU; for the GPU: pip uninstall -y onnxruntime; pip install "
+                      "onnxruntime-gpu" if misses_gpu else "")
 
 
 def _compilers() -> Iterator[MachineFinding]:
     """The C compiler for CPU kernels, and what Triton needs for GPU kernels."""
     compiler = installed_compiler()
     fix = "" if compiler else "apt install gcc"
-    yield MachineFinding("C compiler", compiler or "none (gcc, cc or clang)", "no-compiler", fix)
+    yield _warned("C compiler", compiler or "none (gcc, cc or clang)", "no-compiler", fix)
 
     kernels = ask("torch")["kernels"]
     problem = kernels.get("error") or kernels["why_not"]
@@ -274,8 +279,8 @@ def _compilers() -> Iterator[MachineFinding]:
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     is_there = {"pip install triton": triton, "apt install gcc": compiler, "apt install python3-dev": header.is_file()}
     fixes = [how for how, there in is_there.items() if not there]
-    yield MachineFinding("Triton", triton or "not installed", "no-triton",
-                         "GPU kernels and --compile need it: " + "; ".join(fixes) if fixes else "")
+    yield _warned("Triton", triton or "not installed", "no-triton",
+                  "GPU kernels and --compile need it: " + "; ".join(fixes) if fixes else "")
 
 
 def _machine() -> Iterator[MachineFinding]:
@@ -288,21 +293,20 @@ def _machine() -> Iterator[MachineFinding]:
     elif threads.isdecimal() and int(threads) > usable:
         code = "too-many-threads"
         fix = f"more threads than cores only wait for each other: OMP_NUM_THREADS={usable}"
-    yield MachineFinding("cores", f"{usable} usable of {os.cpu_count()}"
-                         + (f"; OMP_NUM_THREADS={threads}" if threads else ""), code, fix)
+    yield _warned("cores", f"{usable} usable of {os.cpu_count()}"
+                  + (f"; OMP_NUM_THREADS={threads}" if threads else ""), code, fix)
 
     free = memory.available()
     limited = "; limited for this process (ulimit -v or -d)" if memory.bounded() else ""
-    yield MachineFinding("memory", f"{_gib(free)} of {_gib(memory.total())} free{limited}", "little-memory",
-                         "sbkit tune --memory finds batches that fit" if free < _MEMORY else "")
+    yield _warned("memory", f"{_gib(free)} of {_gib(memory.total())} free{limited}", "little-memory",
+                  "sbkit tune --memory finds batches that fit" if free < _MEMORY else "")
 
     if os.path.isdir(_SHARED):
         free = disk.free(Path(_SHARED))
         # Recipes' data workers pass on batches as files in memory, which are in no folder.
-        yield MachineFinding("shared memory", f"{_SHARED}: {_gib(free)} free", "little-shared-memory",
-                             "recipes need no more; several GPUs (NCCL) and a script's own data loaders do: docker run "
-                             "--shm-size=8g"
-                             if free < _SHARED_MEMORY else "")
+        yield _warned("shared memory", f"{_SHARED}: {_gib(free)} free", "little-shared-memory",
+                      "recipes need no more; several GPUs (NCCL) and a script's own data loaders do: docker run "
+                      "--shm-size=8g" if free < _SHARED_MEMORY else "")
 
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = soft_limit == resource.RLIM_INFINITY
@@ -313,13 +317,13 @@ def _machine() -> Iterator[MachineFinding]:
         fix = f"ulimit -n {min(65536, possible)}, before a run with many data workers"
     else:
         fix = "its hard limit is as low: fewer data workers, or ask who runs this machine"
-    yield MachineFinding("open files", "no limit" if is_unlimited else f"{soft_limit}", "few-open-files", fix)
+    yield _warned("open files", "no limit" if is_unlimited else f"{soft_limit}", "few-open-files", fix)
 
     of_names = sys.getfilesystemencoding()
     of_text = locale.getpreferredencoding(False)
     others = {of_names.lower(), of_text.lower()} - {"utf-8", "utf8"}
-    yield MachineFinding("locale", f"file names {of_names}, text {of_text}", "locale-not-utf8",
-                         "export LANG=C.UTF-8 PYTHONUTF8=1: names and transcripts are UTF-8" if others else "")
+    yield _warned("locale", f"file names {of_names}, text {of_text}", "locale-not-utf8",
+                  "export LANG=C.UTF-8 PYTHONUTF8=1: names and transcripts are UTF-8" if others else "")
 
 
 def _folders() -> Iterator[MachineFinding]:
@@ -337,8 +341,8 @@ def _folders() -> Iterator[MachineFinding]:
         except OSError as error:
             yield MachineFinding(what, f"{shown} can't be written: {error.strerror}", "not-writable", fix, is_needed)
         else:
-            yield MachineFinding(what, f"{shown}, {_gib(free)} free", "little-disk",
-                                 f"make room, or {fix}" if free < _DISK else "")
+            yield _warned(what, f"{shown}, {_gib(free)} free", "little-disk",
+                          f"make room, or {fix}" if free < _DISK else "")
 
 
 def _gib(size: float) -> str:
@@ -348,7 +352,7 @@ def _gib(size: float) -> str:
 def as_json(findings: Sequence[MachineFinding]) -> str:
     """Format the findings as JSON, for programs."""
     rows = [{"what": finding.what, "found": finding.found, "verdict": finding.verdict,
-             "code": finding.code if finding.fix else "", "fix": finding.fix} for finding in findings]
+             "code": finding.code, "fix": finding.fix} for finding in findings]
     errors = sum(finding.is_error for finding in findings)
     return json.dumps({"findings": rows, "errors": errors}, indent=1, ensure_ascii=False)
 

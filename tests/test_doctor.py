@@ -56,8 +56,9 @@ def test_an_error_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "examine", lambda: [
         MachineFinding("torch", "2.11.0, built for CUDA 13.0"),
         MachineFinding("NVIDIA driver", "550.54, for CUDA up to 12.4; torch is built for CUDA 13.0, which needs 580 or "
-                       "newer", "update the driver to 580, or install a torch for an older CUDA", True),
-        MachineFinding("shared memory", "/dev/shm: 0.1 GiB free", "docker run --shm-size=8g, or fewer workers")])
+                       "newer", "old-driver", "update the driver to 580, or install a torch for an older CUDA", True),
+        MachineFinding("shared memory", "/dev/shm: 0.1 GiB free", "little-shared-memory",
+                       "docker run --shm-size=8g, or fewer workers")])
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out == """\
@@ -65,16 +66,18 @@ ok       torch          2.11.0, built for CUDA 13.0
 error    NVIDIA driver  550.54, for CUDA up to 12.4; torch is built for CUDA
                         13.0, which needs 580 or newer
                         -> update the driver to 580, or install a torch for an
-                           older CUDA
+                           older CUDA [old-driver]
 warning  shared memory  /dev/shm: 0.1 GiB free
                         -> docker run --shm-size=8g, or fewer workers
+                           [little-shared-memory]
 
 1 error, 1 warning
 """
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["errors"] == 1
-    assert [each["verdict"] for each in report["findings"]] == ["ok", "error", "warning"]
+    assert [(each["verdict"], each["code"]) for each in report["findings"]] == [
+        ("ok", ""), ("error", "old-driver"), ("warning", "little-shared-memory")]
 
 
 def test_a_mixed_pair_is_an_error_with_what_to_install(examined):
@@ -115,8 +118,8 @@ def test_packages_that_are_missing_or_too_old_are_named_with_the_range(examined,
     wanted = ["numpy>=1.26", "tqdm>=4.66", "soxr>=0.5", 'onnx>=1.21; extra == "export"']
     monkeypatch.setattr(doctor.metadata, "requires", lambda _: wanted)
     found = examined({"sbkit": "0.1.0", "numpy": "1.20", "tqdm": "4.70"})
-    assert found["numpy"] == MachineFinding("numpy", "1.20", "pip install 'numpy>=1.26'", True)
-    assert found["soxr"] == MachineFinding("soxr", "not installed", "pip install 'soxr>=0.5'", True)
+    assert found["numpy"] == MachineFinding("numpy", "1.20", "wrong-version", "pip install 'numpy>=1.26'", True)
+    assert found["soxr"] == MachineFinding("soxr", "not installed", "missing-package", "pip install 'soxr>=0.5'", True)
     assert found["packages"].found.endswith("1 of its 3 requirements are met: tqdm 4.70")
     assert examined({})["packages"].fix == "pip install -e . in its folder, or make install"
 

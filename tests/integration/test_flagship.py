@@ -68,7 +68,7 @@ def test_layers_that_the_loss_never_reaches_are_named_and_not_trained(alone, tmp
     from hyperpyyaml import load_hyperpyyaml
 
     out, done = alone
-    assert "The loss does not reach these parameters" in done.stderr
+    assert "Not trained, because the loss does not depend on them" in done.stderr
     assert "such as a decoder): Transformer.custom_tgt_module, Transformer.decoder, seq_lin\n" in done.stderr
     monkeypatch.chdir(tmp_path)  # the recipe makes its output folder, which it names from where the run was started
     with open(out / "hyperparams.yaml") as recipe:

@@ -45,10 +45,11 @@ def train(out, tones, *more, ranks=1):
 def test_one_that_can_learn_nothing_is_warned_at_its_end(tones, tmp_path):
     out = tmp_path / "run"
     said, lines = train(out, tones, "--lr", "1e-6", "--number_of_epochs", "2", ranks=2)
-    assert said.count("the model has learnt nothing yet. The loss is") == 1
-    assert [(line["what"], line["holds"]) for line in lines] == [("chance", True)]
+    notice = "the model has learnt nothing yet [nothing-learnt]. The loss is"
+    assert said.count(notice) == 1
+    assert [(line["code"], line["holds"]) for line in lines] == [("nothing-learnt", True)]
     assert "above chance" in lines[0]["detail"]
-    assert (out / "log.txt").read_text().count("the model has learnt nothing yet. The loss is") == 1
+    assert (out / "log.txt").read_text().count(notice) == 1
     first = findings(read(out))[0]
     assert first.headline == "The model has learnt nothing yet"
     assert "--lr 0.002" in first.detail

@@ -45,7 +45,7 @@ class Trial:
 
     @property
     def short(self) -> list[tuple]:
-        return [(each.what, each.step, each.holds) for each in self.told]
+        return [(each.code, each.step, each.holds) for each in self.told]
 
 
 def healthy(leaves: int = 150, chance: float = CHANCE, falls: float = 250, floor: float = 0.3):
@@ -78,45 +78,47 @@ def test_a_run_that_learns_gets_no_notice(steps, loss, given):
 
 
 @pytest.mark.parametrize(("steps", "loss", "given", "notices", "says"), [
-    pytest.param(700, STANDS, {"setup": Setup(masks=True, keys=("lr", "min_steps"))}, [("chance", True)],
+    pytest.param(700, STANDS, {"setup": Setup(masks=True, keys=("lr", "min_steps"))}, [("nothing-learnt", True)],
                  ["Step 4", "the model has learnt nothing. The loss is 2.8", "(2.83: guessing from token frequencies)",
                   "--lr 0.00067 (it has reached 0.002)", "--schedule.warmup 150", "--spec_augment.ramp"], id="stands"),
-    pytest.param(300, STANDS, {}, [("chance", True)],
+    pytest.param(300, STANDS, {}, [("nothing-learnt", True)],
                  ["has learnt nothing yet.", "likeliest first:\n  - more steps: --min_steps 1000"], id="too short"),
-    pytest.param(1400, lambda step: 9.0, {"rate": 1e-6}, [("chance", True)],
+    pytest.param(1400, lambda step: 9.0, {"rate": 1e-6}, [("nothing-learnt", True)],
                  ["above chance", "a higher learning rate: --lr 0.002"], id="a rate of nearly nothing"),
-    pytest.param(1400, lambda step: 9.0, {"rate": 1e-6, "own": False}, [("chance", True)],
+    pytest.param(1400, lambda step: 9.0, {"rate": 1e-6, "own": False}, [("nothing-learnt", True)],
                  ["a scheduler that rises sooner or higher: the learning rate has reached 1e-06, and 0.002 is usual"],
                  id="nearly nothing by a scheduler of SpeechBrain"),
-    pytest.param(3000, STANDS, {"rate": None}, [("chance", True)], ["Step 3,000"], id="the rate is not known"),
-    pytest.param(700, STANDS, {"setup": Setup(keys=()), "warmup": 100}, [("chance", True)],
+    pytest.param(3000, STANDS, {"rate": None}, [("nothing-learnt", True)], ["Step 3,000"], id="the rate is not known"),
+    pytest.param(700, STANDS, {"setup": Setup(keys=()), "warmup": 100}, [("nothing-learnt", True)],
                  ["--batching.min_steps", "--schedule.peak 0.00067", "--schedule.warmup 200"],
                  id="no such names in the recipe"),
-    pytest.param(4000, STANDS, {"rate": 0.009, "warmup": 0.2, "limit": 0.0015}, [("chance", True)],
+    pytest.param(4000, STANDS, {"rate": 0.009, "warmup": 0.2, "limit": 0.0015}, [("nothing-learnt", True)],
                  ["--schedule.max_lr_at_chance 0.0005 (it has reached 0.0015)"], id="a rate that waits"),
-    pytest.param(4000, STANDS, {"rate": 1.0, "warmup": 0.2, "limit": 0.0015}, [("chance", True)],
+    pytest.param(4000, STANDS, {"rate": 1.0, "warmup": 0.2, "limit": 0.0015}, [("nothing-learnt", True)],
                  ["no limits of the learning rate, which has reached 0.0015 of 1: --schedule.max_lr_at_chance null"],
                  id="a rate for Adadelta that waits"),
     pytest.param(600, STANDS, {"rate": 3e-4, "setup": Setup(trained=True, keys=(
-        "lr", "head_lr", "CNN", "Transformer"))}, [("chance", True)],
+        "lr", "head_lr", "CNN", "Transformer"))}, [("nothing-learnt", True)],
                  ["if the head is new, it alone first, in a new run", "--freeze '{CNN: 100, Transformer: 100}'",
                   "if the head is new, a higher rate for it: --head_lr 0.01"], id="from trained weights"),
     pytest.param(600, STANDS, {"rate": 3e-4, "setup": Setup(trained=True, fastest=60, keys=("lr", "encoder"))},
-                 [("chance", True)], ["first:\n  - if the head is new, it alone first", "--freeze '{encoder: 100}'"],
+                 [("nothing-learnt", True)],
+                 ["first:\n  - if the head is new, it alone first", "--freeze '{encoder: 100}'"],
                  id="a pretrained encoder of which nothing was frozen"),
     pytest.param(600, STANDS, {"rate": 3e-4, "setup": Setup(trained=True, freezes=True, thaw=100, keys=("head_lr",))},
-                 [("chance", True)], ["first:\n  - if the head is new, a higher rate for it: --head_lr 0.01"],
+                 [("nothing-learnt", True)], ["first:\n  - if the head is new, a higher rate for it: --head_lr 0.01"],
                  id="a head that trained first in vain"),
-    pytest.param(1200, healthy(leaves=600), {}, [("chance", True), ("chance", False)], ["The model learns now".lower()],
+    pytest.param(1200, healthy(leaves=600), {}, [("nothing-learnt", True), ("nothing-learnt", False)],
+                 ["the model learns now [nothing-learnt]"],
                  id="learns late"),
     pytest.param(900, lambda step: 2.8 if 500 < step < 680 else LEARNT(step), {},
-                 [("divergence", True), ("divergence", False)], ["has recovered"], id="loses and finds back"),
+                 [("diverged", True), ("diverged", False)], ["has recovered"], id="loses and finds back"),
     pytest.param(900, lambda step: 2.5 if step > 500 else LEARNT(step), {"setup": Setup(max_norm=5.0)},
-                 [("divergence", True)], ["the model loses what it has learnt", "--max_grad_norm 1 (now 5)",
+                 [("diverged", True)], ["the model loses what it has learnt [diverged]", "--max_grad_norm 1 (now 5)",
                                           "--lr 0.00067"], id="loses for good"),
     pytest.param(1500, lambda step: (0.52 * CHANCE if step > 500 else healthy(100, falls=60, floor=0.1)(step)), {},
-                 [("divergence", True)], ["loses what it has learnt"], id="loses much"),
-    pytest.param(400, lambda step: 2.9 if step < 200 else 30.0, {"chance": math.nan}, [("divergence", True)],
+                 [("diverged", True)], ["loses what it has learnt"], id="loses much"),
+    pytest.param(400, lambda step: 2.9 if step < 200 else 30.0, {"chance": math.nan}, [("diverged", True)],
                  ["the loss grows beyond where it began", "it began at 2.9."], id="grows")])
 def test_a_run_that_does_not_learn_gets_a_notice_when_it_begins_and_when_it_is_over(steps, loss, given, notices, says):
     trial = Trial(steps, loss, **given)
@@ -145,7 +147,8 @@ def test_trained_weights_at_chance_are_noticed_early_above_all_in_a_short_run(pl
 
 @pytest.mark.parametrize("cut", [1, 30, 449, 450, 480, 550, 700])
 @pytest.mark.parametrize(("loss", "holds"), [
-    (STANDS, {"chance"}), (healthy(520), set()), (lambda step: 2.6 if step > 480 else LEARNT(step), {"divergence"})])
+    (STANDS, {"nothing-learnt"}), (healthy(520), set()),
+    (lambda step: 2.6 if step > 480 else LEARNT(step), {"diverged"})])
 def test_a_resumed_run_says_what_still_holds_at_its_end(cut, loss, holds, tmp_path):
     def at_the_end(**stop):
         return {what for what, last in {what: last for what, _, last in Trial(900, loss, **stop).short}.items() if last}

@@ -281,12 +281,15 @@ def test_waiting_of_some_seconds_is_no_finding_and_advice_depends_on_the_device(
     assert waited(tmp_path, "cpu", seconds=600)[0].startswith("Data workers and training share the cores here")
 
 
-def warned(run, *lines):
-    """The run's folder with lines about warnings, each of (what, headline, holds, at_end)."""
+def warned(run, *lines, key="code"):
+    """The run's folder with lines about warnings, each of (code, headline, holds, at_end).
+
+    key : of the code; runs of earlier versions have "what"
+    """
     run_folders.log(run, *({
-        "time": 1.8e9, "kind": "warning", "what": what, "step": 500, "headline": headline, "detail": "So it is.",
+        "time": 1.8e9, "kind": "warning", key: code, "step": 500, "headline": headline, "detail": "So it is.",
         "advice": ["try this", "or <that>"] if holds else [], "holds": holds, "at_end": at_end}
-        for what, headline, holds, at_end in lines))
+        for code, headline, holds, at_end in lines))
     return [(one.headline, one.detail) for one in findings(read(run))]
 
 
@@ -307,10 +310,10 @@ def test_a_warning_of_an_earlier_start_is_no_finding_once_a_later_one_trains(tmp
 def test_what_training_was_warned_of_and_holds_stands_first(tmp_path):
     rows = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="") for one in run_folders.scored(60)]
     run = run_folders.finished_run(tmp_path, rows)
-    found = warned(run, ("chance", "Nothing yet", True, False))
+    found = warned(run, ("nothing-learnt", "Nothing yet", True, False))
     assert found[0] == ("Nothing yet", "Reported at step 500. So it is. What to try, the likeliest first: try "
-                                       "this; or <that>.")
-    found = warned(run, ("chance", "Nothing at all", True, True))
+                                       "this; or <that>. [nothing-learnt]")
+    found = warned(run, ("nothing-learnt", "Nothing at all", True, True))
     assert found[0][0] == "Nothing at all" and found[0][1].startswith("So it is. What to try")
     assert "Nothing yet" not in str(found), "said again at the end, it stands there once"
 
@@ -326,10 +329,11 @@ def test_which_words_are_wrong_is_no_finding_while_nothing_is_recognised_and_tha
     assert "Nothing yet" in found and "almost nothing" not in found and "deleted" not in found
 
 
-def test_what_has_passed_is_no_finding(tmp_path):
+@pytest.mark.parametrize("key", ["code", "what"])
+def test_what_has_passed_is_no_finding_also_of_runs_of_earlier_versions(tmp_path, key):
     run = run_folders.finished_run(tmp_path, None)
     found = warned(run, ("chance", "Nothing yet", True, False), ("divergence", "Lost", True, False),
-                   ("chance", "It hears now", False, False))
+                   ("chance", "It hears now", False, False), key=key)
     assert found[0][0] == "Lost" and "hear" not in str(found) and "Nothing yet" not in str(found)
 
 
