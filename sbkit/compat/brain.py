@@ -151,7 +151,7 @@ class Brain(sb.core.Brain):
         self.evaluation_ctx = TorchAutocast(self.device_type, dtype=AMPConfig.from_name(evaluation).dtype)
         self.scaler = precision.Scaler(self.device_type, enabled=training == "fp16")
         if training == "fp16" and self.device_type == "cpu":
-            logger.warning("fp16 is meant for GPUs; on this CPU it trains in fp16 all the same")
+            logger.warning("fp16 is meant for GPUs; this run trains in fp16 on a CPU, as requested")
 
     def _make_trainer(self, device: torch.device) -> Trainer:
         parts = ParameterGroups(self.modules, vars(self.hparams))
@@ -359,7 +359,7 @@ class Brain(sb.core.Brain):
         if self.test_only:
             logger.info("Test only mode, skipping training and validation stages.")
             if self.checkpointer is not None and not self.checkpointer.list_checkpoints() and ranks.is_main():
-                logger.warning("There is no checkpoint in %s, so a test is of a model that learnt nothing here",
+                logger.warning("There is no checkpoint in %s, so the model is tested with its initial weights",
                                self.checkpointer.checkpoints_dir)
             return
         outlast_terminal()
@@ -380,7 +380,8 @@ class Brain(sb.core.Brain):
                 if self._optimizer_step_limit_exceeded or (self.debug and epoch == self.debug_epochs):
                     break
             if epoch is None and ranks.is_main() and not getattr(epoch_counter, "should_stop", False):
-                logger.warning("Nothing is left to train: all epochs are done; a larger number of them trains on")
+                logger.warning("Nothing is left to train: all epochs are done. Set a larger number of epochs to train "
+                               "further")
             if self.checkpointer is not None:
                 self.checkpointer.wait()
 

@@ -158,9 +158,9 @@ class ScriptTrainer(Trainer):
         if self._warned or not ranks.is_main():
             return
         self._warned = True
-        logger.warning("No update was counted in epoch %d, so what follows the steps stays where it is: learning "
-                       "rate, thawing, limits. If optimizers_step or fit_batch of %s updates weights, let it also "
-                       "do self.optimizer_step += 1, as SpeechBrain's does", epoch, type(self.brain).__name__)
+        logger.warning("No optimizer step was counted in epoch %d, so schedules, freeze and step limits don't advance. "
+                       "If optimizers_step or fit_batch of %s updates weights, let it also do "
+                       "self.optimizer_step += 1, as SpeechBrain's does", epoch, type(self.brain).__name__)
 
     def _fit_batch(self, batch: MicroBatch, epoch: int) -> None:
         """Train on a micro-batch by the script's methods, and count its loss."""

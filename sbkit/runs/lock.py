@@ -138,7 +138,7 @@ class RunLock:
                 elif holder.alive:
                     what = "is working there, waiting for it"
                 else:
-                    what = "held it, waiting for a sign of life"
+                    what = "held it, waiting to see whether it still runs"
                 logger.warning("%s: %s %s", self.folder, holder, what)
             time.sleep(_POLL_SECONDS)
             holder.refresh()

@@ -35,7 +35,7 @@ def score_before(recipe: Recipe, brain: Brain) -> None:
         brain.step = 0
         if ranks.is_main():
             old_set.write(recipe.keys.folder)
-            logger.info("The old test before training: %s %.2f (%.2f to %.2f)", old_set.metric, old_set.before,
+            logger.info("The initial model on the old test set: %s %.2f (%.2f to %.2f)", old_set.metric, old_set.before,
                         *old_set.interval)
 
 

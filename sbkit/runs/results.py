@@ -76,12 +76,12 @@ def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
             raise SbkitError("finished-run",
                              f"{folder} is finished, so these changes would have no effect: {'; '.join(changes)}",
                              hint=f"choose another --output_folder; if the model stays the same, a larger {to_raise} "
-                                  "trains on, and --test_only tests with the changes", file=folder)
+                                  "continues the training, and --test_only tests with the changes", file=folder)
         return ""
 
     summary = tested.get("said", "done")
     where = f" ({folder / files[0]})" if files else ""
-    how_to_go_on = f"a larger {to_raise} trains on, " if to_raise else ""
+    how_to_go_on = f"a larger {to_raise} continues the training, " if to_raise else ""
     return (f"nothing left to do: {folder} is trained and tested, test {summary}{where}; {how_to_go_on}"
             "--test_only tests again")
 

@@ -170,7 +170,8 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
         logger.warning("This run resumes with changed values: %s", "; ".join(changes))
     larger = keys_to_raise(epochs)
     if larger and ranks.is_main():
-        logger.info("Epoch %d was the last, so only the test is left; a larger %s trains on", epochs.current, larger)
+        logger.info("Epoch %d was the last, so only the test is left. Set a larger %s to train further",
+                    epochs.current, larger)
     elif resumed and ranks.is_main():
         state = brain.train_state
         within = ""

@@ -340,4 +340,4 @@ def test_behaviour_is_tried_shown_and_gated(run, capsys):
 def test_behaviour_is_for_recognisers(run, monkeypatch, capsys):
     monkeypatch.setattr("sbkit.tasks.ctc.CTC.writes_words", False)
     assert evaluate(run, "--behaviour") == 2
-    assert "CTC is no recogniser, so --behaviour has nothing to try" in capsys.readouterr().err
+    assert "CTC is none; leave it out [option-not-for-task]" in capsys.readouterr().err

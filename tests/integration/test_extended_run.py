@@ -76,7 +76,7 @@ def test_finished_and_extended_it_trains_to_its_end(data, whole):
     out = whole[0]
     (out / "tested.json").unlink()  # as if killed in its test
     said = train(out, data)
-    assert "Epoch 2 was the last, so only the test is left; a larger number_of_epochs trains on" in said
+    assert "Epoch 2 was the last, so only the test is left. Set a larger number_of_epochs" in said
     assert saved_step(out) == 2 * LENGTH
     assert "Continuing with epoch 3 of 4\n" in train(out, data, number_of_epochs=4)
     assert saved_step(out) == 4 * LENGTH and trains_to_its_end(out, 4, before=2)

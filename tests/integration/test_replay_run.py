@@ -61,7 +61,7 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(learnt):
     run, given = learnt / "forgot", replaying(learnt, "forgot", replay=0.05, min_steps=250)
     done = sbkit(*given, cards=True)
     said = done.stdout + done.stderr
-    assert "The old test before training: WER" in said
+    assert "The initial model on the old test set: WER" in said
     known = OldSet.read(run)
     tested = json.loads((run / "tested.json").read_text())
     assert known.before < 50 and tested[f"WER {OLD}"] > known.interval[1], "one recording can't have both words"

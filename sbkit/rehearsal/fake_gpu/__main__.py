@@ -20,7 +20,7 @@ def main() -> None:
         count, card = parse_cards(args.cards)
         variables = environment(card, count)
     except SbkitError as error:
-        parser.error(str(error))
+        parser.error(error.shown.removeprefix(error.prefix))
     os.execvpe(args.command[0], args.command, variables)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from speechbrain.utils.checkpoints import PARAMFILE_EXT, Checkpoint
 
 from sbkit.data.lock import Lock
+from sbkit.errors import SbkitError
 from sbkit.train.batches import tensors_in
 from sbkit.train.checkpoint import files
 from sbkit.train.checkpoint.snapshot import snapshot
@@ -127,7 +128,8 @@ class BackgroundWriter:
 def _report(reference: weakref.ref[BackgroundWriter]) -> None:
     writer = reference()
     if writer is not None and writer._error is not None:
-        print(f"error: {writer._error}", file=sys.stderr, flush=True)
+        error = writer._error
+        print(error.shown if isinstance(error, SbkitError) else f"error: {error}", file=sys.stderr, flush=True)
 
 
 def plain(value: object) -> Any:  # what YAML has for it

@@ -49,7 +49,7 @@ def measure(trial: Trial, request: CommandLine, gib: float, fresh: bool = False)
     try:
         store(trial.cache, result)
     except SbkitError as error:  # the result still counts
-        print(f"warning: the result was not cached: {error}", file=sys.stderr)
+        print(f"warning: the result was not cached: {error} [{error.code}]", file=sys.stderr)
     return result
 
 
