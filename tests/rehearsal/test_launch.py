@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import run_folders
 import torch
+from refusals import refused
 
 from sbkit.data.mixture import Mixture
-from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, cost, flops, load, speed, trace
 from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.report import Report
@@ -53,7 +53,7 @@ def errors_of(lines):
 
 
 def fail(diary, words):
-    diary.report("error", ("task.py", 3), words, "", ends=True)
+    diary.report("exception", ("task.py", 3), words, "", ends=True)
     diary.write("end", 1)
     os._exit(0)
 
@@ -132,7 +132,7 @@ def test_a_card_that_holds_no_utterance_is_an_error(tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, lambda *given, result=result, **options: result)
     diary = watch.Diary(tmp_path, "prepare", 0)
     job = {"args": [str(CTC), "--max_batch_seconds", "auto"], "folder": str(tmp_path), "world": 1}
-    with pytest.raises(SbkitError, match="auto: a card with 2 GiB, bf16: not even one of the longest utterances fits"):
+    with refused("no-batch-fits", key="max_batch_seconds"):
         rank.prepare(job, diary)
     assert "--batching" not in diary.path.read_text()
 

@@ -10,10 +10,10 @@ import pytest
 import run_folders
 import torch
 from processes import CONTEXT, results
+from refusals import refused
 from trained_runs import here, metrics
 
 from sbkit.data.plan import Batching
-from sbkit.errors import SbkitError
 from sbkit.recipe import arguments
 from sbkit.recipe.cost import GIB
 from sbkit.runs import largest_batch
@@ -50,7 +50,7 @@ def test_a_batching_given_as_a_whole_keeps_its_class_or_is_refused_at_the_start(
     command = arguments.parse([str(ROOT / "tests" / "recipe" / "small.yaml"), "--output_folder", str(tmp_path),
                                "--batching", f"!new:{__name__}.Sorted {words}"])
     config = RunConfig.of(command, torch.device("cpu"))
-    with contextlib.nullcontext() if usable else pytest.raises(SbkitError, match="needs arguments by name"):
+    with contextlib.nullcontext() if usable else refused("bad-option", key="batching"):
         assert largest_batch.earlier_result(config.keys(), command) is None
         batching = config.deciding_batch_size(12.0).build().keys.batching
         assert config.keys().batching.auto, "the first description stays as it was"
@@ -86,7 +86,7 @@ def test_a_memory_that_is_too_small_is_an_error(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("SBKIT_CACHE", str(cache))
     for changed, name in ((batch_size_search, "memory_budget"), (multiprocessing, "get_context")):
         monkeypatch.setattr(changed, name, None)  # put back at the end
-    with pytest.raises(SbkitError, match="not even one of the longest utterances fits"):
+    with refused("no-batch-fits", wording=False):
         measured(tmp_path / "run", [LEAST])
 
 

@@ -8,6 +8,7 @@ import processes
 import pytest
 import run_folders
 import torch
+from refusals import refused
 from safetensors.torch import save_file
 from speechbrain.utils.parameter_transfer import Pretrainer
 from torch import nn
@@ -65,25 +66,20 @@ def test_a_part_of_the_weights_is_told(folder, caplog):
     assert ["bias" in caplog.text, "other" in caplog.text] == [True, True]
 
 
-@pytest.mark.parametrize("name, message", [
-    ("source/nowhere.ckpt", "pretrainer: layer: there is no file source/nowhere.ckpt"),
-    ("/no/such/layer.ckpt", "pretrainer: layer: there is no file /no/such/layer.ckpt"),
-    ("source/wide.ckpt", "pretrainer: layer: source/wide.ckpt comes from a model of different sizes: 2 of another "
-                         "shape (weight: 4x2 saved, 3x2 here, bias: 4 saved, 3 here)"),
-    ("source/alien.ckpt", "pretrainer: layer: source/alien.ckpt has none of the module's parameters"),
-    ("source/harm.ckpt", "source/harm.ckpt holds more than tensors and numbers, such as "),
-    ("source/text.ckpt", "source/text.ckpt"),
-])
-def test_a_file_that_can_t_be_used_is_one_message(folder, name, message):
-    with pytest.raises(SbkitError) as error:
+@pytest.mark.parametrize("name, code", [
+    ("source/nowhere.ckpt", "missing-file"), ("/no/such/layer.ckpt", "missing-file"),
+    ("source/wide.ckpt", "other-model"), ("source/alien.ckpt", "no-matching-weights"),
+    ("source/harm.ckpt", "unsafe-file"), ("source/text.ckpt", "damaged-file")])
+def test_a_file_that_can_t_be_used_is_one_message(folder, name, code):
+    with refused(code, key="pretrainer", wording=code != "damaged-file") as error:  # torch's words differ by release
         load(name)
-    assert message in str(error.value).replace(f"{folder}/", "") and "\n" not in error.value.message
+    assert name in error.value.message and "\n" not in error.value.message
     assert not (folder / "harm").exists()
 
 
 def test_the_weights_of_a_bundle_are_told_from_harmful_ones(folder):
     save_file({"weight": torch.ones(3, 2)}, "source/bundle.ckpt")
-    with pytest.raises(SbkitError, match=r"bundle.ckpt is a safetensors file, .*--init_from FOLDER"):
+    with refused("state-not-loaded"):
         load("source/bundle.ckpt")
 
 

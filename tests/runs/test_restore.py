@@ -8,6 +8,7 @@ import pytest
 import run_folders
 import torch
 import yaml
+from refusals import refused
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
@@ -138,40 +139,47 @@ def test_nothing_but_the_model_is_taken_from_a_checkpoint_or_written(run):
     assert sorted(path.name for path in run.iterdir()) == before
 
 
-@pytest.mark.parametrize("spoil, message", [
-    (lambda run: shutil.rmtree(run), "does not exist; name the output_folder"),
-    (lambda run: (run / "hyperparams.yaml").unlink(), "is not a run: it has no hyperparams.yaml"),
-    (lambda run: shutil.rmtree(run / "save") or (run / "save").mkdir(), "no tokenizer yet"),
-    (lambda run: [shutil.rmtree(each) for each in (run / "save").glob("CKPT*")], "has no checkpoint"),
-    (lambda run: [shutil.rmtree(run / "save" / f"CKPT+epoch{i}") for i in (1, 2, 3)], "--checkpoint last"),
-    (lambda run: [(each / "model.ckpt").write_bytes(b"cut") for each in (run / "save").glob("CKPT*")],
-     "no checkpoint in .* can be used"),
-    (lambda run: (run / "hyperparams.yaml").write_text(f"# resolved\noutput_folder: {run}\n"),
-     "was trained by a script, which also tests; this command needs the run of a task; docs/tutorials/own-task.md"),
-    (lambda run: (run / "hyperparams.yaml").write_text(f"# resolved\noutput_folder: {run}\ncheckpointer: null\n"
-                                                       "brain: !name:sbkit.tasks.ctc.CTC\n"),
-     "has no checkpointer, so nothing that it trained was saved; train it again with one"),
-])
-def test_what_is_missing_is_named(moved, spoil, message):
+@pytest.mark.parametrize("spoil, code", [
+    pytest.param(lambda run: shutil.rmtree(run), "no-such-path", id="all of it"),
+    pytest.param(lambda run: (run / "hyperparams.yaml").unlink(), "not-a-run", id="its recipe"),
+    pytest.param(lambda run: [shutil.rmtree(each) for each in (run / "save").glob("CKPT*")], "no-checkpoint",
+                 id="its checkpoints"),
+    pytest.param(lambda run: [shutil.rmtree(run / "save" / f"CKPT+epoch{i}") for i in (1, 2, 3)], "not-validated",
+                 id="its validated checkpoints"),
+    pytest.param(lambda run: [(each / "model.ckpt").write_bytes(b"cut") for each in (run / "save").glob("CKPT*")],
+                 "damaged-checkpoint", id="half of each checkpoint"),
+    pytest.param(lambda run: (run / "hyperparams.yaml").write_text(f"# resolved\noutput_folder: {run}\n"),
+                 "run-of-script", id="a task"),
+    pytest.param(lambda run: (run / "hyperparams.yaml").write_text(
+        f"# resolved\noutput_folder: {run}\ncheckpointer: null\nbrain: !name:sbkit.tasks.ctc.CTC\n"),
+        "no-checkpoint", id="a checkpointer")])
+def test_what_is_missing_is_named(moved, spoil, code):
     spoil(moved)
-    with pytest.raises(SbkitError, match=message):
+    with refused(code):
+        restore.load_run(moved, "cpu")
+
+
+def test_a_missing_tokenizer_is_named(moved):
+    shutil.rmtree(moved / "save")
+    (moved / "save").mkdir()
+    with pytest.raises(SbkitError, match="no tokenizer yet"):
         restore.load_run(moved, "cpu")
 
 
 def test_the_folder_of_a_test_is_not_a_run(run):
     (own := run / "evaluations" / "test_only").mkdir(parents=True)
-    with pytest.raises(SbkitError, match=f"results of a test, not a run; name the run's folder: {run}$"):
+    with refused("not-a-run", file=own):
         restore.read_run(own)
-    with pytest.raises(SbkitError, match="nosuch does not exist"):
+    with refused("no-such-path"):
         restore.read_run(own.with_name("nosuch"))
 
 
 def test_a_name_that_fits_none_or_several_lists_what_there_is(run):
-    with pytest.raises(SbkitError, match=r"no checkpoint 'nosuch' .* CKPT\+epoch1, CKPT\+epoch2"):
+    with refused("no-checkpoint", value="nosuch"):
         restore.load_run(run, "cpu", weights=ChosenWeights("nosuch"))
-    with pytest.raises(SbkitError, match="3 checkpoints have 'epoch'"):
+    with refused("no-checkpoint", value="epoch"):
         restore.load_run(run, "cpu", weights=ChosenWeights("epoch"))
-    with pytest.raises(SbkitError, match="only the best or the last checkpoints can be averaged"):
+    with refused("conflicting-options", key="average"):
         restore.load_run(run, "cpu", weights=ChosenWeights("epoch1", Mean(2)))
 
 

@@ -166,14 +166,16 @@ def test_a_script_ends_in_one_line_with_its_own_place(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("from sbkit.errors import SbkitError, explain\nfrom sbkit.system import console\nimport sys\n"
                       "for _ in range(2): console.end_scripts_in_one_line()\n"
-                      "def lose(): raise SbkitError('no loss', hint='return it')\n"
-                      "def fail(error): explain(error, SbkitError('they are None', hint='return them')); raise error\n"
+                      "def lose(): raise SbkitError('bad-loss', 'no loss', hint='return it')\n"
+                      "def fail(error):\n"
+                      "    explain(error, SbkitError('no-forward-outputs', 'they are None', hint='return them'))\n"
+                      "    raise error\n"
                       "if 'none' in sys.argv: fail(TypeError('not subscriptable'))\n"
                       "if len(sys.argv) > 1: raise KeyError('own')\nlose()\n")
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (1, f"{script}:5: error: no loss; return it\n")
+    assert (ended.returncode, ended.stderr) == (1, f"{script}:5: error: no loss; return it [bad-loss]\n")
     none = subprocess.run([sys.executable, script, "none"], capture_output=True, text=True)
-    assert none.stderr == f"{script}:6: error: they are None; return them\n"
+    assert none.stderr == f"{script}:8: error: they are None; return them [no-forward-outputs]\n"
     own = subprocess.run([sys.executable, script, "own"], capture_output=True, text=True)
     assert own.returncode == 1 and "Traceback" in own.stderr and own.stderr.endswith("KeyError: 'own'\n")
 

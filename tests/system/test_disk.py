@@ -5,6 +5,7 @@ import os
 import resource
 
 import pytest
+from refusals import refused
 
 from sbkit.errors import SbkitError
 from sbkit.system import disk
@@ -24,26 +25,29 @@ def test_the_oserror_of_a_full_disk_is_found_behind_other_errors():
     assert disk.disk_error(ValueError("x")) is None
 
 
-@pytest.mark.parametrize("place", ["file/out/x.json", f"{'a' * 300}/x.json", "x.json"])
-def test_a_place_that_cannot_be_written_is_an_error_of_the_users(tmp_path, place):
+@pytest.mark.parametrize("place, code", [
+    ("file/out/x.json", "not-writable"), (f"{'a' * 300}/x.json", "not-writable"), ("x.json", "not-a-file")],
+    ids=["in a file", "a long name", "a folder"])
+def test_a_place_that_cannot_be_written_is_an_error_of_the_users(tmp_path, place, code):
     (tmp_path / "file").touch()
     (tmp_path / "x.json").mkdir()
-    with pytest.raises(SbkitError) as error:
+    with refused(code, file=tmp_path / place):
         disk.check_writable(tmp_path / place, "--to")
-    assert str(tmp_path / place) in str(error.value) and "--to" in error.value.hint
 
 
 def test_a_disk_error_names_the_path_and_the_free_space(tmp_path):
-    with pytest.raises(SbkitError) as error, disk.disk_errors_as_user_error(tmp_path / "a.json"):
+    with refused("disk-full", file=tmp_path / "a.json", wording=False) as error, \
+            disk.disk_errors_as_user_error(tmp_path / "a.json"):
         raise OSError(errno.ENOSPC, "as write() says it, without a name")
     assert str(error.value).startswith(f"{tmp_path / 'a.json'} could not be written: No space left on device (free: ")
-    with pytest.raises(SbkitError, match=r"/inner could not be written: Read-only file system"), \
+    with refused("not-writable", file=f"{tmp_path}/inner", wording=False), \
             disk.disk_errors_as_user_error(tmp_path):
         raise OSError(errno.EROFS, "", f"{tmp_path}/inner")
     assert "it needs about 4.0 MB, free: " in disk.explain(OSError(errno.EDQUOT, ""), tmp_path / "new" / "x", 4_000_000)
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "none"), ValueError("x"), SbkitError("mine")])
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "none"), ValueError("x"),
+                                   SbkitError("bad-value", "mine")])
 def test_other_errors_are_not_changed(tmp_path, error):
     with pytest.raises(type(error)) as found, disk.disk_errors_as_user_error(tmp_path):
         raise error
@@ -71,10 +75,11 @@ def test_a_file_that_is_longer_than_the_shell_allows_is_said_with_that_limit(tmp
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
-        with pytest.raises(SbkitError, match=r"File too large, as files may only have 1\.0 kB here: raise that"):
+        with refused("disk-full", file=tmp_path / "x", wording=False) as caught:
             with disk.disk_errors_as_user_error(tmp_path / "x"), open(tmp_path / "x", "wb", buffering=0) as file:
                 while True:
                     file.write(bytes(700))
+        assert "as files may only have 1.0 kB here: raise that by ulimit -f" in caught.value.message
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refused
 
 from sbkit.errors import SbkitError
 from sbkit.score.weights import Mean
@@ -61,14 +62,14 @@ def test_damaged_checkpoints_are_replaced_by_the_next_best(tmp_path, caplog):
 
 def test_checkpoints_that_cannot_be_averaged_are_an_error(tmp_path):
     ckpt, _ = saved(tmp_path, [1.0])
-    with pytest.raises(SbkitError, match="has 'PER'"):
+    with refused("unknown-metric", value="PER"):
         averaged_state(ckpt, "model", Mean(1), min_key="PER")
-    with pytest.raises(SbkitError, match="holds 'lm' to average"):
+    with refused("no-weights"):
         averaged_state(ckpt, "lm", Mean(1))
     with pytest.raises(SbkitError, match="average 0 checkpoints"):
         Mean(0)
     Checkpointer(tmp_path, {"model": model(width=4)}).save_checkpoint(meta={"WER": 2.0})
-    with pytest.raises(SbkitError, match=r"can't be averaged with .*0.weight: 3x2 saved, 4x2 here"):
+    with refused("other-model", wording=False):
         averaged_state(ckpt, "model", Mean(2))
 
 
@@ -195,7 +196,7 @@ def test_an_average_of_another_model_is_an_error(tmp_path):
     ema = EMA(model())
     ema.update()
     Checkpointer(tmp_path, {"ema": ema}).save_checkpoint()
-    with pytest.raises(SbkitError, match=r"another model: .*0.weight: 3x2 saved, 4x2 here"):
+    with refused("other-model"):
         Checkpointer(tmp_path, {"ema": EMA(model(width=4))}).recover_if_possible()
 
 
@@ -219,5 +220,5 @@ def test_frozen_parameters_stay_the_models():
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, 2])
 def test_invalid_decays_are_refused(decay):
-    with pytest.raises(SbkitError, match="decay"):
+    with refused("bad-value", key="decay", value=decay):
         EMA(model(), decay)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from host_syncs import HostSyncs
 from processes import program
+from refusals import refused
 from safetensors.torch import load_file
 from speechbrain.core import Stage
 from speechbrain.nnet import losses
@@ -47,17 +48,16 @@ def test_modules_may_be_null():
     assert list(options.check_modules({"lin": torch.nn.Linear(1, 1), "normalize": None})) == ["lin"]
 
 
-@pytest.mark.parametrize("modules, says", [
-    ({"lin": torch.nn.Linear(1, 1), "dims": 80}, "'dims' is an int, not a module"),
-    ({"stack": [torch.nn.Linear(1, 1)]}, "'stack' is a list.*ModuleList"),
-    ({"lin": torch.nn.Linear}, "'lin' is a type.*!new:"),
-    ({"lin": partial(torch.nn.Linear, 1, 1)}, "'lin' is a partial.*!new:"),
-    ({"keys": torch.nn.Linear(1, 1)}, "'keys' can't be the name"),
-    ({"a.b": torch.nn.Linear(1, 1)}, "'a.b' can't be the name"),
-    (torch.nn.ModuleList([torch.nn.Linear(1, 1)]), "modules is of ModuleList, not a mapping; give it names"),
-])
-def test_an_entry_of_modules_that_is_not_a_module_is_named(modules, says):
-    with pytest.raises(SbkitError, match=says):
+@pytest.mark.parametrize("modules", [
+    pytest.param({"lin": torch.nn.Linear(1, 1), "dims": 80}, id="a number"),
+    pytest.param({"stack": [torch.nn.Linear(1, 1)]}, id="a list"),
+    pytest.param({"lin": torch.nn.Linear}, id="a class"),
+    pytest.param({"lin": partial(torch.nn.Linear, 1, 1)}, id="a partial"),
+    pytest.param({"keys": torch.nn.Linear(1, 1)}, id="the name of a method"),
+    pytest.param({"a.b": torch.nn.Linear(1, 1)}, id="a name with a dot"),
+    pytest.param(torch.nn.ModuleList([torch.nn.Linear(1, 1)]), id="no mapping")])
+def test_an_entry_of_modules_that_is_not_a_module_is_named(modules):
+    with refused("bad-modules"):
         sbkit.Brain(modules, run_opts={"device": "cpu"})
 
 
@@ -76,35 +76,33 @@ def test_limits_given_as_flags_are_numbers():
     assert toy.optimizer_step == 3
 
 
-@pytest.mark.parametrize("run_opts, hparams, says", [
-    ({"optimizer_step_limit": "many"}, {}, "optimizer_step_limit is 'many'"),
-    ({}, {"max_grad_norm": "big"}, "max_grad_norm is 'big'"),
-    ({}, {"grad_accumulation_factor": [2]}, "grad_accumulation_factor"),
-    ({"precision": "fp8"}, {}, "precision is 'fp8'.*bf16"),
-    ({"nonsense": 1}, {}, "unknown keys: nonsense"),
-    pytest.param({"data_parallel_backend": True}, {}, "has none; leave it out; torchrun",
+@pytest.mark.parametrize("run_opts, hparams, code", [
+    pytest.param({"optimizer_step_limit": "many"}, {}, "bad-value", id="step limit"),
+    pytest.param({}, {"max_grad_norm": "big"}, "bad-value", id="norm"),
+    pytest.param({}, {"grad_accumulation_factor": [2]}, "bad-value", id="accumulation"),
+    pytest.param({"precision": "fp8"}, {}, "bad-value", id="precision"),
+    pytest.param({"nonsense": 1}, {}, "unknown-key", id="nonsense"),
+    pytest.param({"data_parallel_backend": True}, {}, "no-such-device", id="data parallel",
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")),
-    ({"device": "gpu"}, {}, "device 'gpu'"),
-])
-def test_options_that_make_no_sense_are_one_clear_error(run_opts, hparams, says):
-    with pytest.raises(SbkitError, match=says):
+    pytest.param({"device": "gpu"}, {}, "bad-value", id="device")])
+def test_options_that_make_no_sense_are_one_clear_error(run_opts, hparams, code):
+    with refused(code):
         ToyBrain({"model": layers()}, ADAMW, hparams, {"device": "cpu", **run_opts})
 
 
 SGD = torch.optim.SGD
 
 
-@pytest.mark.parametrize(("opt_class", "hparams", "says"), [
-    ("torch.optim.SGD", {}, "opt_class is 'torch.optim.SGD', not a class; write !name: "),
-    (SGD([torch.ones(1)]), {}, "opt_class is an optimizer, not a class; write !name: instead of !new:"),
-    (partial(SGD, betas=0.9), {}, "opt_class: SGD got an unexpected keyword argument 'betas'; it takes lr, momentum, "),
-    (partial(SGD, lr="0.1"), {}, "opt_class: lr is the text '0.1'; write it without "),
-    ({}, ADAMW, "hparams is of partial, not a mapping; its arguments are Brain(modules, opt_class, hparams, "),
-    ({}, {}, "opt_class is of dict, not a class; its arguments are Brain(modules, opt_class, hparams, run_opts, ")])
-def test_what_makes_no_optimizer_is_one_clear_error(opt_class, hparams, says):
-    with pytest.raises(SbkitError) as error:
+@pytest.mark.parametrize(("opt_class", "hparams", "code"), [
+    pytest.param("torch.optim.SGD", {}, "bad-optimizer", id="a text"),
+    pytest.param(SGD([torch.ones(1)]), {}, "bad-optimizer", id="an optimizer"),
+    pytest.param(partial(SGD, betas=0.9), {}, "bad-optimizer", id="an unknown argument"),
+    pytest.param(partial(SGD, lr="0.1"), {}, "bad-optimizer", id="a number in quotes"),
+    pytest.param({}, ADAMW, "bad-value", id="hparams before it"),
+    pytest.param({}, {}, "bad-optimizer", id="a mapping")])
+def test_what_makes_no_optimizer_is_one_clear_error(opt_class, hparams, code):
+    with refused(code):
         ToyBrain({"model": layers()}, opt_class, hparams, {"device": "cpu"})
-    assert str(error.value).startswith(says)
 
 
 def test_a_label_that_speechbrains_ctc_loss_gets_and_the_model_has_no_output_for_is_told():
@@ -483,9 +481,9 @@ def test_patience_counts_the_bad_steps_of_an_epoch_whose_losses_are_in_no_mean(t
     toy = brain(hparams=hparams, nonfinite_patience=2)
     toy.fit(range(1, 3), spoiled({1, 3}))  # two in each epoch
     assert all(math.isfinite(loss) for _, loss in toy.ends)
-    with pytest.raises(NotFinite, match="3 steps of this epoch"):
+    with refused("not-finite", kind=NotFinite):
         brain(hparams=hparams, nonfinite_patience=2).fit(range(1, 3), spoiled({1, 3, 4}))
-    assert NotFinite("x").exit_code == 1 and issubclass(NotFinite, ValueError)
+    assert NotFinite("not-finite", "x").exit_code == 1 and issubclass(NotFinite, ValueError)
 
 
 # ------------------------------------------------------------------ means
@@ -722,7 +720,7 @@ def test_a_loss_that_is_not_finite_is_told_of_a_fit_batch_that_does_not_look(cap
     toy = brain(Own, partial(torch.optim.SGD, lr=0.1), nonfinite_patience=1)
     toy.fit([1], ToyTrainLoader(3, 6))
     assert "batch 2 has the loss nan, number 1 of epoch 1 (nonfinite_patience allows 1)" in caplog.text
-    with pytest.raises(SbkitError, match="number 1 of epoch 1; nonfinite_patience allows 0"):
+    with refused("not-finite", kind=NotFinite):
         brain(Own, partial(torch.optim.SGD, lr=0.1), nonfinite_patience=0).fit([1], ToyTrainLoader(3, 6))
 
 
@@ -737,7 +735,8 @@ def test_a_check_of_ones_own_is_called_for_each_loss():
 
 
 @pytest.mark.parametrize(("method", "loss"), [
-    ("compute_objectives", None), ("compute_objectives", torch.ones(2)), ("evaluate_batch", None)])
+    ("compute_objectives", None), ("compute_objectives", torch.ones(2)), ("evaluate_batch", None)],
+    ids=["no loss", "two losses", "no loss of evaluate_batch"])
 def test_a_loss_that_is_no_number_is_told_in_validation_too(method, loss):
     class Own(ToyBrain):
         pass
@@ -747,8 +746,7 @@ def test_a_loss_that_is_no_number_is_told_in_validation_too(method, loss):
         return loss if Stage.VALID in (*given, *named.values()) else real
 
     setattr(Own, method, returned)
-    shape = "NoneType" if loss is None else r"\(2,\)"
-    with pytest.raises(SbkitError, match=f"{method} returned a loss of {shape}, not one number"):
+    with refused("bad-loss"):
         brain(Own).fit([1], ToyTrainLoader(3, 6), ToyEvalLoader(5))
 
 
@@ -759,11 +757,11 @@ def test_losses_that_count_nothing_and_factors_that_mean_nothing_are_told(caplog
 
     brain(Own, hparams={"count": 0}).fit([1], ToyTrainLoader(3, 6))
     assert "Nothing was trained in epoch 1: every loss had a count of 0" in caplog.text
-    with pytest.raises(SbkitError, match="a count of -2"):
+    with refused("bad-loss"):
         brain(Own, hparams={"count": -2}).fit([1], ToyTrainLoader(3, 6))
-    with pytest.raises(SbkitError, match="grad_accumulation_factor is 0, and must be 1 or more"):
+    with refused("bad-value", key="grad_accumulation_factor", value=0):
         brain(grad_accumulation_factor=0)
-    with pytest.raises(SbkitError, match="ema is 5, not an EMA; write !new:"):
+    with refused("bad-value", key="ema"):
         brain(hparams={"ema": 5})
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from speechbrain.nnet import schedulers
 
-from sbkit.errors import SbkitError
 from sbkit.train.schedule import LIFTED, Schedule
 from sbkit.train.speechbrain_schedules import Annealing, SpeechBrainScheduler
 
@@ -88,13 +88,11 @@ def limited(peak, max_lr_at_chance):
     return schedule, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
-@pytest.mark.parametrize("given, said", [
-    ({"max_lr_at_chance": 0}, "max_lr_at_chance is 0, so nothing could be learnt"),
-    ({"max_rise_per_step": 0}, "max_rise_per_step is 0, so the rate could never rise"),
-    ({"peak": -0.1}, "schedule peak is -0.1, but can't be below 0"), ({"peak": float("nan")}, "peak is nan, but can't"),
-    ({"warmup": -1}, "schedule warmup is -1, but can't be below 0"), ({"shape": "cos"}, "'cos' is not one of cosine")])
-def test_invalid_schedules_are_refused(given, said):
-    with pytest.raises(SbkitError, match=said):
+@pytest.mark.parametrize("given", [
+    {"max_lr_at_chance": 0}, {"max_rise_per_step": 0}, {"peak": -0.1}, {"peak": float("nan")}, {"warmup": -1},
+    {"shape": "cos"}], ids=str)
+def test_invalid_schedules_are_refused(given):
+    with refused("bad-value", key=next(iter(given))):
         Schedule(**{"peak": 1.0, **given})
     assert Schedule(peak=0.0, warmup=0)(1) == 0.0
 

@@ -14,12 +14,12 @@ import torch
 import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from speechbrain.dataio.batch import PaddedBatch
 from toys import ToyBrain, ToyTrainLoader, brain
 
 import sbkit
 from sbkit.data.batch import Batch
-from sbkit.errors import SbkitError
 from sbkit.train.batches import is_last
 from sbkit.train.loss import Loss, as_loss
 from sbkit.train.muon import Muon
@@ -161,7 +161,7 @@ def test_extras_are_summed_and_must_not_change_within_a_step():
     optimizer, rows = torch.optim.SGD(net.parameters(), 0.1), torch.ones(4, 4)
     fact = take(net, optimizer, [rows[:1], rows[:2]], kind=Extras)
     assert fact.count == 3.0 and fact.extras == {"att": (6.0, 3.0), "ctc": (3.0, 3.0)}
-    with pytest.raises(SbkitError, match="extras"):
+    with refused("bad-loss"):
         take(net, optimizer, [rows[:1], rows[:3]], kind=Extras)
 
 
@@ -195,9 +195,9 @@ def test_a_step_of_placeholders_only_changes_nothing():
     assert toy.optimizer_step == 1 and all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("value, says", [(torch.ones(3), r"\(3,\)"), (0.5, "float"), (None, "NoneType")])
-def test_a_loss_that_is_not_one_number_is_refused(value, says):
-    with pytest.raises(SbkitError, match=says):
+@pytest.mark.parametrize("value", [torch.ones(3), 0.5, None], ids=["vector", "float", "None"])
+def test_a_loss_that_is_not_one_number_is_refused(value):
+    with refused("bad-loss"):
         as_loss(value)
 
 

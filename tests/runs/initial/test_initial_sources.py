@@ -13,6 +13,7 @@ import encoders
 import pytest
 import torch
 from processes import results
+from refusals import refused
 from run_folders import run_with_model
 from safetensors.torch import save_file
 from speechbrain.dataio.encoder import CTCTextEncoder
@@ -253,7 +254,7 @@ def test_labels_of_a_ctc_text_encoder_are_tokens_and_can_be_kept(bundle, run, en
     labels = CTCTextEncoder()
     labels.update_from_iterable([piece.replace("▁", " ") for piece in pieces], sequence_input=False)
     labels.save(folder / "tokenizer.ckpt")
-    with pytest.raises(SbkitError, match="has no blank, which a run needs"):
+    with refused("unknown-tokens", key="init_tokenizer"):
         target(tmp_path / "none", english, init_from=str(folder), init_tokenizer="keep")
     (folder / "tokenizer.ckpt").write_text("'a' is 1\n")
     error = refusal(english, tmp_path / "bad", folder)
@@ -283,7 +284,7 @@ def refusal(data, tmp_path, source, **keys):
 
 def test_what_is_not_there_is_told_before_the_corpus_is_prepared(english, tmp_path):
     brain = target(tmp_path / "new", english, init_from=str(tmp_path / "nowhere"))
-    with pytest.raises(SbkitError, match=r"init_from: .*nowhere doesn't exist") as error:
+    with refused("no-such-path", key="init_from", file=tmp_path / "nowhere") as error:
         initial.open_source(brain.keys, {})
     assert "a run, a checkpoint, a bundle" in error.value.hint
 
@@ -433,31 +434,23 @@ BEGUN = SimpleNamespace(list_checkpoints=lambda: ["one"])
 def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, now):
     keys = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=now)
     gone = {"init_from": ("runs/b", "null"), "consistency": ("0.2", "null")} if key == "replay" else {}
-    with pytest.raises(SbkitError) as refused:
+    with refused("changed-key", key=key):
         initial.open_source(keys, {"lr": ("1", "2"), **gone, key: (before, now)})
-    said = now.replace("nothing", "null")
-    assert refused.value.message == f"{key}: it is {said}, but the run in {tmp_path} was last started with {before}"
-    began = f"{'--init_from runs/b ' if gone else ''}--{key} {before}"
-    same = f"without --{key}" if before == "null" else f"with {began} (the source need not exist any more)"
-    assert refused.value.hint == f"resume it {same}, or start a new run in another --output_folder"
 
 
-@pytest.mark.parametrize("changed, given", [
-    ({"data_folder": ("/data/fr", "null")}, "/data/fr"),
-    ({"data_folder": ("nothing", "null"), "data_folder.train": ("a.csv", "nothing"),
-      "data_folder.test[1]": ("b.csv", "nothing")}, "a.csv, b.csv")])
-def test_a_run_that_began_does_not_go_on_by_the_default_corpus(tmp_path, changed, given):
-    with pytest.raises(SbkitError) as refused:
+@pytest.mark.parametrize("changed", [
+    {"data_folder": ("/data/fr", "null")},
+    {"data_folder": ("nothing", "null"), "data_folder.train": ("a.csv", "nothing"),
+     "data_folder.test[1]": ("b.csv", "nothing")}], ids=["one", "a mapping"])
+def test_a_run_that_began_does_not_go_on_by_the_default_corpus(tmp_path, changed):
+    with refused("changed-key", key="data_folder"):
         initial.open_source(SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=None), changed)
-    assert refused.value.message == (f"data_folder: it is missing, but the run in {tmp_path} was last started with "
-                                     f"{given}")
 
 
 def test_a_run_that_began_keeps_its_normalisation(tmp_path):
     keys = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=None)
-    with pytest.raises(SbkitError, match=r"it is global, but the run in .* was last started with sentence") as refused:
+    with refused("changed-key", key="normalize.norm_type"):
         initial.open_source(keys, {"normalize.norm_type": ("sentence", "global")})
-    assert refused.value.hint.startswith("resume it with --normalize.norm_type sentence, or ")
 
 
 @pytest.mark.parametrize("changed", [{}, {"data_folder": ("nothing", "null")}, {"data_folder": ("/data/fr", "/new/fr")},
@@ -477,7 +470,7 @@ def test_a_source_that_another_key_names_is_left_to_those_who_read_that(tmp_path
     """A voice refuses another codec by what it holds, and its bundle may be elsewhere now."""
     keys, moved = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from="b"), ("a", "b")
     initial.open_source(keys, {"codec": moved, "init_from": moved})
-    with pytest.raises(SbkitError, match="init_from: it is b"):
+    with refused("changed-key", key="init_from"):
         initial.open_source(keys, {"init_from": moved, "replay_from": moved, "encoder.init_from": moved})
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import Beside
+from refusals import refused
 
 from sbkit.train.checkpoint import files
 
@@ -105,7 +106,7 @@ def test_a_folder_that_a_living_process_writes_is_refused_to_a_second_one(tmp_pa
     published(tmp_path)
     with Beside(writes, tmp_path) as other:
         assert other.pipe.recv() == "writes"
-        with pytest.raises(files.CheckpointError, match="is being written by another process; give each"):
+        with refused("folder-in-use", kind=files.CheckpointError, file=tmp_path):
             files.create_hidden(tmp_path, NAME)
         path = tmp_path / (files.WRITING + NAME)
         assert (path / "model.ckpt").read_text() == "of the first run"

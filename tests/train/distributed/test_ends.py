@@ -35,7 +35,7 @@ def prepare(fail):
     def work():
         time.sleep(0.5)
         if fail:
-            raise SbkitError("no disk", hint="buy one")
+            raise SbkitError("disk-full", "no disk", hint="buy one")
         return {"rank": ranks.rank(), "big": b"x" * (9 << 20)}  # more than the store takes
 
     found = ranks.run_on_main(work)
@@ -101,7 +101,7 @@ def mistake(on):
     try:
         with ranks.failing_together():
             if ranks.rank() in on:
-                raise SbkitError("clip 7 is damaged")
+                raise SbkitError("damaged-file", "clip 7 is damaged")
             ranks.barrier()
     except (SbkitError, PeerFailed) as error:
         return type(error).__name__, said

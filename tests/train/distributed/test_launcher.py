@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refused
 
-from sbkit.errors import SbkitError
 from sbkit.system.processes import born, free_port
 from sbkit.train.distributed import joining, ranks
 
@@ -120,6 +120,6 @@ def test_ranks_that_never_join_are_named_and_not_waited_for_without_end(monkeypa
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": agent.port, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(SbkitError, match=f"^{who} didn't join the others in 1 s"):
+    with refused("missing-rank"):
         ranks.init(torch.device("cpu"))
     assert [f"Waiting for {who}, which" in record.getMessage() for record in caplog.records] == [True]

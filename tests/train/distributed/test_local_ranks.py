@@ -69,7 +69,7 @@ def waits(folder, rank_that_ends, how):
                 time.sleep(0.5)
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
-                raise SbkitError("this rank has no more recordings")
+                raise SbkitError("no-recordings", "this rank has no more recordings")
             if how == "killed":
                 dist.all_reduce(torch.ones(1))
             else:
@@ -114,5 +114,5 @@ def test_a_killed_rank_0_takes_the_others_with_it(tmp_path):
 def test_a_rank_that_fails_ends_the_run_with_its_message(tmp_path):
     done = by_itself(waiting_run, str(tmp_path), 1, "fails")
     assert done.returncode == SbkitError.exit_code
-    assert "Rank 1 failed: this rank has no more recordings" in done.stderr
+    assert "Rank 1 failed: this rank has no more recordings [no-recordings]" in done.stderr
     assert gone(tmp_path, 1)

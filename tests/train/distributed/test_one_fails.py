@@ -75,7 +75,7 @@ def ends(folder: Path, fails: int, error: str, stuck: str | None, device: str = 
 @pytest.mark.parametrize("fails, error, code, stuck", [
     (1, 'ValueError("a damaged clip")', 1, ""),
     (1, 'ValueError("a damaged clip")', 1, "store"),
-    (0, 'SbkitError("a damaged clip", exit_code=3)', 3, "collective"),
+    (0, 'SbkitError("damaged-file", "a damaged clip", exit_code=3)', 3, "collective"),
 ])
 def test_all_ranks_end_at_once_with_one_message(tmp_path, fails, error, code, stuck):
     codes, said, seconds = ends(tmp_path, fails, error, stuck)

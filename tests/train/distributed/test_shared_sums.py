@@ -243,7 +243,7 @@ def leaves_by_an_error():
     if ranks.rank() == 1:
         try:
             with ranks.failing_together():
-                raise SbkitError("no disk", exit_code=3)
+                raise SbkitError("disk-full", "no disk", exit_code=3)
         except SbkitError:
             return None
     with pytest.raises(PeerFailed):

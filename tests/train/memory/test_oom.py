@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import pytest
 import torch
 from processes import outcomes
+from refusals import refused
 from toys import ToyBatch, ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, layers, state
 
 from sbkit.errors import SbkitError
@@ -69,17 +69,13 @@ def test_what_training_depends_on_is_as_if_nothing_had_been_tried():
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(("fits", "says"), [
-    (7, r"8 utterances, 1 s with padding \(0 and others\) -> set max_batch_seconds to 1 \(sbkit tune finds"),
-    (1, "max_batch_seconds to less: a single utterance fits at most, so leave out long ones"), (0, "to less")])
-def test_the_run_ends_before_its_first_step_with_what_fits(where, fits, says):
+@pytest.mark.parametrize("fits", [7, 1, 0])
+def test_the_run_ends_before_its_first_step_with_what_fits(where, fits):
     toy = brain(Narrow)
     toy.fits, toy.where = fits, where
-    with pytest.raises(SbkitError) as ended:
+    with refused("out-of-memory") as ended:
         toy.fit([1], Loader(5, 4))
     assert toy.optimizer_step == 0 and ended.value.exit_code == 1
-    assert re.search("out of memory on cpu with the run's largest micro-batch: .*" + says,
-                     f"{ended.value.message} -> {ended.value.hint}")
 
 
 def test_it_is_tried_again_before_parameters_thaw():
@@ -88,7 +84,7 @@ def test_it_is_tried_again_before_parameters_thaw():
             self.fits = 1000 if self.optimizer_step < 2 else 5
 
     toy = brain(Thawing, hparams={"freeze": {"model.0": 3}})
-    with pytest.raises(SbkitError, match="largest micro-batch"):
+    with refused("out-of-memory"):
         toy.fit([1], Loader(5, 4))
     assert toy.optimizer_step == 3
 
