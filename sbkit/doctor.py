@@ -364,9 +364,10 @@ def as_table(findings: Sequence[MachineFinding], width: int = 80) -> str:
     text_width = max(30, min(width, 120) - verdict_width - what_width - 4)
     lines = []
     for finding in findings:
-        texts = textwrap.wrap(finding.found, text_width) or [""]
+        texts = textwrap.wrap(finding.found, text_width, break_on_hyphens=False) or [""]
         if finding.fix:
-            texts += textwrap.wrap(f"-> {finding.fix} [{finding.code}]", text_width, subsequent_indent="   ")
+            texts += textwrap.wrap(f"-> {finding.fix} [{finding.code}]", text_width, subsequent_indent="   ",
+                                   break_on_hyphens=False)  # a command or a code is to be copied
         lines.append(f"{finding.verdict:{verdict_width}}  {finding.what:{what_width}}  {texts[0]}")
         lines += [f"{'':{verdict_width + what_width + 4}}{text}" for text in texts[1:]]
     verdicts = [finding.verdict for finding in findings]

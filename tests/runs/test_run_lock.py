@@ -233,7 +233,7 @@ def ended(monkeypatch):
     """Set once a holder with a quick pulse ends its process."""
     told = threading.Event()
     monkeypatch.setattr(lock, "BEAT", 0.05)
-    monkeypatch.setattr(lock.ending, "exit_with_error", lambda reason: told.set())
+    monkeypatch.setattr(lock.ending, "exit_with_error", lambda code, reason: told.set())
     return told
 
 

@@ -79,10 +79,12 @@ def test_a_run_that_learns_gets_no_notice(steps, loss, given):
 
 @pytest.mark.parametrize(("steps", "loss", "given", "notices", "says"), [
     pytest.param(700, STANDS, {"setup": Setup(masks=True, keys=("lr", "min_steps"))}, [("nothing-learnt", True)],
-                 ["Step 4", "the model has learnt nothing. The loss is 2.8", "(2.83: guessing from token frequencies)",
+                 ["Step 4", "the model has learnt nothing [nothing-learnt]. The loss",
+                  "(2.83: guessing from token frequencies)",
                   "--lr 0.00067 (it has reached 0.002)", "--schedule.warmup 150", "--spec_augment.ramp"], id="stands"),
     pytest.param(300, STANDS, {}, [("nothing-learnt", True)],
-                 ["has learnt nothing yet.", "likeliest first:\n  - more steps: --min_steps 1000"], id="too short"),
+                 ["has learnt nothing yet [nothing-learnt].", "likeliest first:\n  - more steps: --min_steps 1000"],
+                 id="too short"),
     pytest.param(1400, lambda step: 9.0, {"rate": 1e-6}, [("nothing-learnt", True)],
                  ["above chance", "a higher learning rate: --lr 0.002"], id="a rate of nearly nothing"),
     pytest.param(1400, lambda step: 9.0, {"rate": 1e-6, "own": False}, [("nothing-learnt", True)],

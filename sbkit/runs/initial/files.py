@@ -43,8 +43,9 @@ def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any] | None:
             raise ValueError("its format is unknown")
         state = load_file(path, lazily=lazily)
     except SbkitError as error:
+        as_tensors = "save it as a state dict of tensors, best as .safetensors"
         raise SbkitError(error.code, f"init_from: {error.message}",
-                         hint="save it as a state dict of tensors, best as .safetensors",
+                         hint=as_tensors if error.code == "unsafe-file" else error.hint,
                          file=path, key="init_from") from error
     except Exception as error:  # torch raises many types for other or truncated files
         raise SbkitError("damaged-file",

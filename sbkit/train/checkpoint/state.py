@@ -49,6 +49,9 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # 
         with plain_numbers():
             return untrusted.load_tensors(path, mmap=lazily)
     except pickle.UnpicklingError as error:
+        if "Unsupported operand" in str(error):  # torch's words for what is no pickle of torch's
+            raise NotLoaded("damaged-file", f"{path} is damaged or not a file of tensors",
+                            hint="copy or download it again", file=path) from error
         named = re.search(r"GLOBAL ([\w.]+)", str(error))  # the rest is torch's advice to load it all the same
         example = f", such as {shown_names([named[1]])}" if named else ""
         raise CheckpointError(

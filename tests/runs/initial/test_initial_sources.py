@@ -161,10 +161,9 @@ def test_numbers_of_another_list_are_refused(run, english, tmp_path, caplog, ord
     theirs = {order[int(name[0])] + name[1:]: value for name, value in saved(run, "epoch2").items()
               if int(name[0]) < len(order)}
     path = file_of(tmp_path, theirs, "model")
-    error = refusal(english, tmp_path, path)
+    error = refusal("no-matching-weights", english, tmp_path, path)
     assert f"names its parts by numbers ({numbers}), and here 0 is CNN, 1 is Transformer, 2 is seq_lin, 3 is " \
         "ctc_lin: it is unknown which is which" in error.message
-    assert error.hint.startswith("name the folder of its run, checkpoint or bundle, whose recipe has their names, or ")
 
 
 def test_speechbrains_folder_is_read_without_building_anything(bundle, english, tmp_path, caplog):
@@ -192,7 +191,7 @@ def test_a_file_calls_its_tensors_by_key_by_path_or_as_the_object_in_it(run, eng
 
 def test_a_file_of_another_name_is_not_taken_for_a_part(run, english, tmp_path):
     part = {name[2:]: value for name, value in saved(run, "epoch2").items() if name.startswith("1.")}
-    assert "has a name of this model's" in refusal(english, tmp_path, file_of(tmp_path, part)).message
+    refusal("no-matching-weights", english, tmp_path, file_of(tmp_path, part))
 
 
 def test_recipes_that_order_their_lists_otherwise_understand_each_other(run, english, tmp_path, caplog):
@@ -257,8 +256,7 @@ def test_labels_of_a_ctc_text_encoder_are_tokens_and_can_be_kept(bundle, run, en
     with refused("unknown-tokens", key="init_tokenizer"):
         target(tmp_path / "none", english, init_from=str(folder), init_tokenizer="keep")
     (folder / "tokenizer.ckpt").write_text("'a' is 1\n")
-    error = refusal(english, tmp_path / "bad", folder)
-    assert "can't be read as a CTCTextEncoder" in error.message and '--init_leave "[ctc_lin]"' in error.hint
+    refusal("unknown-tokens", english, tmp_path / "bad", folder)
     begun(tmp_path / "left", english, caplog, init_from=str(folder), init_leave=["ctc_lin"])
 
 
@@ -273,10 +271,10 @@ def test_what_is_named_is_reinitialised(run, english, tmp_path, caplog):
 # ------------------------------------------------------------------ what is refused, in one message
 
 
-def refusal(data, tmp_path, source, **keys):
+def refusal(code, data, tmp_path, source, wording=True, **keys):
     brain = target(tmp_path / "new", data, init_from=str(source), **keys)
     before = state(brain)
-    with pytest.raises(SbkitError) as error:
+    with refused(code, wording=wording) as error:
         initial.load(brain)
     assert all(torch.equal(value, state(brain)[name]) for name, value in before.items())  # nothing half way
     return error.value
@@ -289,40 +287,39 @@ def test_what_is_not_there_is_told_before_the_corpus_is_prepared(english, tmp_pa
     assert "a run, a checkpoint, a bundle" in error.value.hint
 
 
-@pytest.mark.parametrize("name, text, said", [
-    ("config.json", "{}", "is nothing that a run can start from"),
-    ("config.json", "[" * 100_000, "is nothing that a run can start from"),
-    ("hyperparams.yaml", "checkpointer: null\n", "because its recipe has checkpointer: null"),
-    ("config.json", json.dumps({"format": layout.FORMAT}), "has only graphs, and no weights that can be trained; name "
-                                                           "the run that it was exported from"),
-    ("hyperparams.yaml", "lr: 3\n", "has no pretrainer that names weights")])
-def test_a_folder_that_has_no_weights_for_a_run(english, tmp_path, name, text, said):
+@pytest.mark.parametrize("name, text, code", [
+    pytest.param("config.json", "{}", "no-weights", id="an empty config"),
+    pytest.param("config.json", "[" * 100_000, "no-weights", id="a deep config"),
+    pytest.param("hyperparams.yaml", "checkpointer: null\n", "no-checkpoint", id="no checkpointer"),
+    pytest.param("config.json", json.dumps({"format": layout.FORMAT}), "no-weights", id="a bundle of graphs"),
+    pytest.param("hyperparams.yaml", "lr: 3\n", "no-weights", id="no pretrainer")])
+def test_a_folder_that_has_no_weights_for_a_run(english, tmp_path, name, text, code):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / name).write_text(text)
-    assert said in str(refusal(english, tmp_path, tmp_path / "odd"))
+    refusal(code, english, tmp_path, tmp_path / "odd")
 
 
 def test_a_pretrained_encoder_is_another_keys(english, tmp_path):
     encoders.make(tmp_path / "xls-r", "wav2vec2-layer")
-    error = refusal(english, tmp_path, tmp_path / "xls-r")
-    assert "is a model of transformers (wav2vec2) without a CTC head" in error.message
-    assert error.hint.endswith(f"takes it as --encoder_source {tmp_path / 'xls-r'}")
+    brain = target(tmp_path / "new", english, init_from=str(tmp_path / "xls-r"))
+    with pytest.raises(SbkitError, match="is a model of transformers") as caught:
+        initial.load(brain)
+    assert caught.value.hint.endswith(f"takes it as --encoder_source {tmp_path / 'xls-r'}")
 
 
 def test_a_run_without_the_checkpoint(run, english, tmp_path):
-    assert "there is no checkpoint 'epoch9'" in refusal(english, tmp_path, run, init_checkpoint="epoch9").message
+    refusal("no-checkpoint", english, tmp_path, run, init_checkpoint="epoch9")
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(run / "hyperparams.yaml", bare)
-    assert "has no checkpoint" in refusal(english, tmp_path, bare).message
+    refusal("no-checkpoint", english, tmp_path, bare)
 
 
 @pytest.mark.parametrize("asked", [{"init_average": 5}, {"init_checkpoint": "last"}])
 def test_one_checkpoint_leaves_nothing_to_choose(run, english, tmp_path, asked):
     (folder,) = run.glob("save/*epoch2*")
-    error = refusal(english, tmp_path, folder, **asked)
-    (key, value), = asked.items()
-    assert error.message == f"{key}: {value} selects a run's checkpoints, but init_from is {folder}, which is no run"
+    error = refusal("conflicting-options", english, tmp_path, folder, **asked)
+    assert [error.key] == list(asked)
 
 
 class Ruin:
@@ -335,10 +332,10 @@ class Ruin:
 
 def test_a_pickle_that_is_no_tensors_and_nothing_in_it_runs(english, tmp_path):
     torch.save({"a": Ruin(tmp_path / "ran")}, tmp_path / "model.ckpt")
-    error = refusal(english, tmp_path, tmp_path / "model.ckpt")
-    assert "could run code" in error.message and not (tmp_path / "ran").exists()
+    refusal("unsafe-file", english, tmp_path, tmp_path / "model.ckpt")
+    assert not (tmp_path / "ran").exists()
     (tmp_path / "plain.ckpt").write_bytes(pickle.dumps([1, 2]))
-    assert str(tmp_path / "plain.ckpt") in refusal(english, tmp_path, tmp_path / "plain.ckpt").message
+    refusal("damaged-file", english, tmp_path, tmp_path / "plain.ckpt")
 
 
 @pytest.mark.parametrize("name", ["half.safetensors", "half.ckpt", "empty.safetensors", "text.pt"])
@@ -349,27 +346,26 @@ def test_a_file_that_is_damaged_or_half_written(run, english, tmp_path, name):
         path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
     else:
         path.write_text("" if name.startswith("empty") else "no weights at all")
-    error = refusal(english, tmp_path, path)
-    assert str(path) in error.message and "incomplete" in error.message and error.hint
+    error = refusal("damaged-file", english, tmp_path, path, wording=False)  # the libraries' words differ by release
+    assert error.file == str(path) and error.hint
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_one_that_was_named_is_not(run, english, tmp_path, caplog):
     copied = with_a_damaged(run, "epoch2", tmp_path)
-    assert "is damaged: model.ckpt has" in refusal(english, tmp_path, copied, init_checkpoint="epoch2").message
+    refusal("damaged-checkpoint", english, tmp_path, copied, wording=False, init_checkpoint="epoch2")
     _, after, table = begun(tmp_path, english, caplog, init_from=str(copied))
     assert "epoch3" in table and torch.equal(after["model.3.w.bias"], saved(run, "epoch3")["3.w.bias"])
 
 
 def test_a_model_of_another_shape_is_told_whole(run, english, tmp_path):
-    error = refusal(english, tmp_path, run, d_model=24, cnn_channels=6)
-    assert "tensors of the run" in error.message
+    error = refusal("init-mismatch", english, tmp_path, run, wording=False, d_model=24, cnn_channels=6)
     assert "ctc_lin.w.weight: " in error.message or "more" in error.message
     assert "CNN.convblock_1.convs.conv_0.conv.weight: 4x4x3x3 there, 6x4x3x3 here" in error.message
     assert "--init_leave" in error.hint
 
 
 def test_one_layer_of_another_shape_is_an_error_that_says_how_to_leave_it(run, english, tmp_path, caplog):
-    error = refusal(english, tmp_path, run, n_mels=40, **{"Transformer": {"input_size": 40}})
+    error = refusal("init-mismatch", english, tmp_path, run, n_mels=40, **{"Transformer": {"input_size": 40}})
     assert "Transformer.custom_src_module" in error.message
     named = ["CNN.convblock_0", "CNN.convblock_1", "Transformer.custom_src_module"]
     assert error.hint.endswith(f'reinitialise them: --init_leave "[{", ".join(named)}]"')
@@ -381,8 +377,7 @@ def test_one_layer_of_another_shape_is_an_error_that_says_how_to_leave_it(run, e
 
 def test_another_vocabulary_where_the_source_has_no_tokenizer(run, tmp_path, caplog):
     data, path = spanish(tmp_path / "es", train=5, dev=1, test=1), file_of(tmp_path, saved(run, "epoch2"), "model")
-    error = refusal(data, tmp_path, path)
-    assert "has no tokenizer, so it is unknown which token each row stands for" in error.message
+    error = refusal("unknown-tokens", data, tmp_path, path)
     assert "ctc_lin.w.weight: " in error.message
     assert error.hint == "reinitialise them: --init_leave \"[Transformer.custom_tgt_module, seq_lin, ctc_lin]\""
     _, _, table = begun(tmp_path, data, caplog, init_from=str(path),
@@ -403,19 +398,17 @@ def test_rows_that_nobody_knows_are_taken_as_they_lie_and_that_is_said(run, engl
 
 
 def test_a_model_of_which_nothing_fits(english, tmp_path):
-    error = refusal(english, tmp_path, file_of(tmp_path, {"bert.layer.weight": torch.ones(3)}))
-    assert "has a name of this model's: it has bert.layer.weight, the model CNN." in error.message
+    refusal("no-matching-weights", english, tmp_path, file_of(tmp_path, {"bert.layer.weight": torch.ones(3)}))
 
 
 def test_a_pattern_that_fits_nothing(run, english, tmp_path):
-    error = refusal(english, tmp_path, run, init_leave=["ctc_line"])
-    assert error.message == "init_leave: nothing is named 'ctc_line'" and error.hint == "did you mean ctc_lin?"
+    refusal("unknown-module", english, tmp_path, run, init_leave=["ctc_line"])
 
 
 def test_a_folder_that_lacks_a_file_of_its_recipe(bundle, english, tmp_path):
     folder = Path(shutil.copytree(bundle, tmp_path / "asr"))
     (folder / "model.ckpt").unlink()
-    assert "lacks model.ckpt, which its pretrainer loads" in refusal(english, tmp_path, folder).message
+    refusal("missing-file", english, tmp_path, folder)
 
 
 @pytest.mark.parametrize("key, value", [("init_tokenizer", "old"), ("init_leave", "ctc_lin"), ("init_average", 0)])

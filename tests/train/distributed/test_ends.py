@@ -108,7 +108,7 @@ def mistake(on):
 
 
 def test_a_mistake_is_reported_once_on_whichever_ranks_it_occurs():
-    said = "Rank 1 failed: clip 7 is damaged"
+    said = "Rank 1 failed: clip 7 is damaged [damaged-file]"
     assert results(mistake, [1]) == [("PeerFailed", []), ("SbkitError", [said])]
     assert results(mistake, [0, 1]) == [("SbkitError", []), ("SbkitError", [])]  # the command says rank 0's
 
