@@ -86,7 +86,9 @@ class Adapters(ABC):
                 parameter.requires_grad_(False)
         for path, layer in self.layers.items():
             if isinstance(layer, self.added):
-                raise SbkitError(f"{type(self).__name__}: {path} has one already", hint="adapt each layer once")
+                raise SbkitError("bad-value",
+                                 f"{type(self).__name__}: targets names {path}, which has an adapter already",
+                                 hint="adapt each layer once", key="targets", value=path)
             self.adapt(layer)
             layer.__class__ = derived(self.added, type(layer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
@@ -124,7 +126,8 @@ class Adapters(ABC):
         if problems:
             patterns = _shortest_patterns(fitting)
             more = f" and {len(patterns) - _NAMED} more" if len(patterns) > _NAMED else ""
-            raise SbkitError(f"{type(self).__name__}: targets: {'; '.join(problems)}", hint=f"possible targets: "
+            raise SbkitError("no-such-part", f"{type(self).__name__}: targets: {'; '.join(problems)}", key="targets",
+                             value=(missing or unsupported)[0], hint=f"possible targets: "
                              f"{patterns[:_NAMED]}{more} (docs/how-to/finetune.md#adapters says which are of "
                              "attention)")
 
@@ -156,7 +159,8 @@ class LoRA(Adapters):
     def __init__(self, module: nn.Module, targets: str | Iterable[str], rank: int = 16, alpha: float | None = None,
                  dropout: float = 0.0):
         if rank < 1:
-            raise SbkitError(f"LoRA: rank is {rank}", hint="use 4 to 64")
+            raise SbkitError("bad-value", f"LoRA: rank is {rank}, and must be at least 1",
+                             hint="use 4 to 64", key="rank", value=rank)
         self.rank = rank
         self.alpha = float(rank if alpha is None else alpha)
         self.dropout = dropout
@@ -187,7 +191,8 @@ class Houlsby(Adapters):
 
     def __init__(self, module: nn.Module, targets: str | Iterable[str], size: int = 64, width: int | None = None):
         if size < 1:
-            raise SbkitError(f"Houlsby: size is {size}", hint="use 16 to 256")
+            raise SbkitError("bad-value", f"Houlsby: size is {size}, and must be at least 1", hint="use 16 to 256",
+                             key="size", value=size)
         self.size, self.width = size, width
         super().__init__(module, targets)
 

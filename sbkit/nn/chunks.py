@@ -89,7 +89,8 @@ class Chunks:
         left = self.left[-1] if left is None else left
         for what, value, trained in (("chunks", size, self.sizes), ("a left context", left, self.left)):
             if value not in trained:
-                raise SbkitError(f"the model wasn't trained for {what} of {value} frames",
+                raise SbkitError("untrained-chunk",
+                                 f"the model wasn't trained for {what} of {value} frames", value=value,
                                  hint=f"it was trained for {_listed(trained)}")
         return ChunkConfig(size, left // size, self.ahead)
 

@@ -52,7 +52,7 @@ class GlobalNorm(nn.Module):
             if self._missing_allowed:
                 return x
             if not self.has_statistics():
-                raise SbkitError("GlobalNorm has no mean and deviation of the features yet",
+                raise SbkitError("no-statistics", "GlobalNorm has no mean and deviation of the features yet",
                                  hint="`sbkit train` computes them when it prepares a corpus; the checkpoints of a run "
                                       "have them if normalize is among the checkpointer's recoverables")
             self.known = True  # asked only once

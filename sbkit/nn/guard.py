@@ -53,7 +53,8 @@ class IndexTable(NamedTuple):
             hint = "the output layer or codebook must be as large as the tokenizer; in a recipe `sbkit check` " \
                 "compares them"
         more = f" ({count} such indices in this batch)" if count > 1 else ""
-        return SbkitError(f"{self.name}: {who}, position {column}: {wrong}{more}", hint=hint)
+        return SbkitError("index-out-of-range", f"{self.name}: {who}, position {column}: {wrong}{more}", hint=hint,
+                          value=value)
 
 
 class Checked(NamedTuple):
@@ -143,7 +144,7 @@ def guard_indices(indices: torch.Tensor, size: int, *, name: str, ids: Sequence[
         index, but not reported
     """
     if indices.is_floating_point() or indices.dtype == torch.bool:
-        raise SbkitError(f"{name}: indices must be integers, got {indices.dtype}")
+        raise SbkitError("bad-value", f"{name}: indices must be integers, not {indices.dtype}", key=name)
     table = IndexTable(name, size, ids, tuple(forbidden))
     if indices.device.type != "cpu" or not has_values(indices):
         return guard_on_device(indices, table, lengths)

@@ -32,7 +32,7 @@ class TransducerHead(nn.Module):
         super().__init__()
         for name, value, maximum in (("size", size, MAX_SIZE), ("context", context, MAX_CONTEXT)):
             if not 1 <= value <= maximum:
-                raise SbkitError(f"{name} is {value}", hint=f"use 1 to {maximum}")
+                raise SbkitError("bad-value", f"{name} is {value}, and must be 1 to {maximum}", key=name, value=value)
         self.vocabulary = vocabulary
         self.size = size
         self.context = context

@@ -129,7 +129,8 @@ def _refuse_without_task(name: str, recipe: Files, known: Container[str]) -> Non
         return
     from sbkit.recipe.keys import COMPLETE, SCRIPT
 
-    raise SbkitError(f"{name} lacks brain", hint=f"{SCRIPT}; otherwise, {COMPLETE}")
+    raise SbkitError("missing-key", f"{name} lacks the key brain, which names the task", file=name, key="brain",
+                     hint=f"{SCRIPT}; otherwise, {COMPLETE}")
 
 
 def _brain(recipe: Files) -> str:
@@ -157,7 +158,8 @@ def _refuse_missing_corpus(source: object) -> None:
     try:
         check_exists(source)
     except SbkitError as error:
-        raise SbkitError(f"--data_folder: {error.message}", hint=error.hint) from None
+        raise SbkitError(error.code, f"--data_folder: {error.message}", hint=error.hint, file=error.file,
+                         line=error.line, key="data_folder", value=error.value) from None
 
 
 def _refuse_unknown(recipe: Files, unknown: Mapping[str, object], known: Collection[str]) -> NoReturn:
@@ -166,11 +168,12 @@ def _refuse_unknown(recipe: Files, unknown: Mapping[str, object], known: Collect
     problems = {key: unknown_key(recipe, key, value, known) for key, value in unknown.items()}
     if len(problems) == 1:
         [(key, (message, hint))] = problems.items()
-        raise SbkitError(f"--{key}: {message}", hint=hint)
+        raise SbkitError("unknown-override", f"--{key}: {message}", hint=hint, file=recipe[0][0], key=key)
     hints = dict.fromkeys(hint for _, hint in problems.values())
     if len(hints) > 1:
         hints = dict.fromkeys(f"--{key}: {hint}" for key, (_, hint) in problems.items())
-    raise SbkitError(f"{recipe[0][0]} has no keys {', '.join(problems)}", hint="; ".join(hints))
+    raise SbkitError("unknown-override", f"{recipe[0][0]} has no keys {', '.join(problems)}", hint="; ".join(hints),
+                     file=recipe[0][0], key=next(iter(problems)))
 
 
 def parse(argv: list[str], importable: bool = True) -> CommandLine:
@@ -216,7 +219,7 @@ def command_options(argv: list[str], hint: str, flags: Sequence[str] = (),
     options : a parser for the value of each, ``as_`` for ``--as``; None if it isn't given
     """
     def refuse(message: str) -> NoReturn:
-        raise SbkitError(message, hint=hint)
+        raise SbkitError("bad-option", message, hint=hint)
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = refuse  # type: ignore[method-assign]
@@ -255,12 +258,13 @@ def make_importable(recipe: Path) -> None:
 
 def _raise(message: str) -> None:
     if message.endswith("required: param_file"):
-        raise SbkitError("no recipe given", hint="name it first: hparams/ctc.yaml [--key value ...]; --help says more")
+        raise SbkitError("not-a-recipe", "no recipe is given",
+                         hint="name it first: hparams/ctc.yaml [--key value ...]; --help says more")
     for theirs, plain in {"invalid int value:": "write a whole number, such as 5, not",
                         "invalid float value:": "write a number, such as 0.5, not",
                         "ignored explicit argument": "it is a switch: write it without"}.items():
         message = message.replace(theirs, plain)
-    raise SbkitError(message, hint="--help says more")
+    raise SbkitError("bad-option", message, hint="--help says more")
 
 
 def _builds(path: Path) -> bool:
@@ -274,8 +278,8 @@ def _builds(path: Path) -> bool:
 def locate(name: str) -> Path:
     """The path of a recipe, as given or else relative to the folder of the script that was started."""
     if name.endswith(".py"):
-        raise SbkitError(f"{name} is a script, not a recipe", hint="name the recipe first, as sbkit train RECIPE.yaml; "
-                         "a script of your own is started by python")
+        raise SbkitError("not-a-recipe", f"{name} is a script, not a recipe", file=name,
+                         hint="name the recipe first, as sbkit train RECIPE.yaml; start a script with python")
     candidates = [Path(name), Path(sys.argv[0]).resolve().parent / name]
     for path in candidates:
         if path.is_file():
@@ -292,7 +296,7 @@ def _refuse_folder(name: str, folder: Path) -> NoReturn:
         hint = f"name one of its recipes: {listed(recipes)}"
     else:
         hint = f"a corpus comes after the recipe: --data_folder {name}; sbkit new FOLDER writes recipes to start from"
-    raise SbkitError(f"{name} is a folder, not a recipe", hint=hint)
+    raise SbkitError("not-a-recipe", f"{name} is a folder, not a recipe", hint=hint, file=name)
 
 
 def _refuse_missing(name: str) -> NoReturn:
@@ -311,7 +315,7 @@ def _refuse_missing(name: str) -> NoReturn:
     else:
         task = f" --task {stem}" if stem in starter.tasks() else ""
         hint = f"the working directory is {os.getcwd()}; sbkit new FOLDER{task} writes recipes to start from"
-    raise SbkitError(f"there is no recipe {name}", hint=hint)
+    raise SbkitError("no-such-path", f"there is no recipe {name}", hint=hint, file=name)
 
 
 def parse_overrides(words: list[str]) -> dict[str, Any]:
@@ -327,7 +331,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
     while position < len(words):
         word = words[position]
         if not word.startswith("--") or len(word) < 3:
-            raise SbkitError(f"cannot read the argument {word!r}",
+            raise SbkitError("bad-option", f"cannot read the argument {word!r}", value=word,
                              hint="overrides are written --key value, and switches such as --debug without one")
         key, equals, text = word[2:].partition("=")
         position += 1
@@ -335,7 +339,8 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
             pieces: list[str] = []
             while position < len(words) and not words[position].startswith("--"):
                 if pieces and not pieces[0].startswith(_OPENS):
-                    raise SbkitError(f"cannot read the argument {words[position]!r} after --{key} {pieces[0]}",
+                    raise SbkitError("bad-option", key=key, value=words[position], message=f"cannot read the argument "
+                                     f"{words[position]!r} after --{key} {pieces[0]}",
                                      hint="overrides are written --key value, and a value with spaces in quotes")
                 pieces.append(words[position])
                 position += 1
@@ -345,7 +350,8 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise SbkitError(f"--{key} contradicts another override of {parent}")
+                raise SbkitError("conflicting-options", f"--{key} sets a part of {parent}, which --{parent} replaces",
+                                 key=key, hint="leave one of them out")
         if last in node:
             _warn_of_repetition(key)
         node[last] = read_value(text) if equals or pieces else NoValue(True)
@@ -354,7 +360,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
 
 @functools.cache  # the words of a command are parsed several times
 def _warn_of_repetition(key: str) -> None:
-    logger.warning("--%s is given twice: the last one counts", key)
+    logger.warning("--%s is given twice: the last one is used", key)
 
 
 def without(words: Iterable[str], keys: Container[str]) -> list[str]:
@@ -389,10 +395,10 @@ def read_value(text: str) -> object:
         value: object = YAML().load(f"value: {text}\n")["value"]
     except YAMLError:
         if text.startswith(("{", "[", "!")) and sum(map(text.count, "{[")) != sum(map(text.count, "}]")):
-            raise SbkitError(f"{text}: a bracket is not closed, or closed twice",
+            raise SbkitError("bad-option", f"{text}: a bracket is not closed, or closed twice", value=text,
                              hint="write the value in quotes for the shell") from None
         return text
     if isinstance(value, dict) and any(":" in str(key) for key, child in value.items() if child is None):
-        raise SbkitError(f"{text}: YAML wants a space after a colon",
+        raise SbkitError("bad-option", f"{text}: there is no space after a colon", value=text,
                          hint="write {name: value}, in quotes for the shell")
     return value

@@ -91,9 +91,9 @@ class Builder:
             try:
                 target = locate(name)
             except LookupError as error:
-                self.fail(node, f"{node.tag} can't be found: {error.args[0]}", error.args[1])
+                self.fail(node, "no-such-name", f"{node.tag} can't be found: {error.args[0]}", error.args[1])
             if node.tag.startswith(kind) and (wanted := kind_wanted(kind, target)):
-                self.fail(node, f"{node.tag} is {kind_of(target)}", wanted)
+                self.fail(node, "wrong-kind", f"{node.tag} is {kind_of(target)}", wanted)
             positional, named = arguments(node)
             args, kwargs = [self.make(arg) for arg in positional], {key: self.make(arg) for key, arg in named.items()}
             if kind in ("!new", "!apply", "!applyref"):
@@ -105,17 +105,20 @@ class Builder:
             items = [self.make(child) for child in node.value]
             return tuple(items) if node.tag else items
         value = static(node)
-        if node.tag or value is UNKNOWN:
-            self.fail(node, f"there is no tag {node.tag}" if node.tag else f"{node.value!r} can't be read as a tuple")
+        if node.tag:
+            self.fail(node, "unknown-tag", f"there is no tag {node.tag}")
+        if value is UNKNOWN:
+            self.fail(node, "tuple-as-text", f"{node.value!r} can't be read as a tuple")
         return value
 
     def call(self, node: Node, target: Callable[..., Any], args: list[Any], kwargs: dict[Any, Any]) -> object:
         """Call what the tag of a node names."""
         return target(*args, **kwargs)
 
-    def fail(self, node: Node, message: str, hint: str = "") -> NoReturn:
+    def fail(self, node: Node, code: str, message: str, hint: str = "") -> NoReturn:
         """End because of a mistake in a node."""
-        raise SbkitError(f"{node.place}: {node.key}: {message}", hint=hint or None)
+        raise SbkitError(code, f"{node.place}: {node.key}: {message}", hint=hint or None, file=node.place.file,
+                         line=node.place.line or None, key=node.key)
 
 
 class Built(Builder):
@@ -198,7 +201,8 @@ class Built(Builder):
         try:
             return target(*args, **kwargs)
         except SbkitError as error:
-            self.fail(node, error.message.removeprefix(f"{node.key}: "), error.hint or "")
+            place, key = node.culprit_of(error)
+            self.findings.error(error.code, place, key, error.message.removeprefix(f"{node.key}: "), error.hint or "")
         except OSError as error:  # a file that doesn't exist yet, or no network
             self.findings.warning("not-built", *node.culprit(),
                                   f"{name} can't be built here: {_first(error)}",
@@ -214,12 +218,12 @@ class Built(Builder):
             if target is nn.ModuleList:  # torch's message changes with its versions
                 reason = "modules is a list of layers, and this one holds lists"
                 hint = "write its layers as one list within a list: [[!ref <a>, !ref <b>]]"
-            self.fail(node, f"{name} refuses its arguments: {reason}", hint)
+            self.fail(node, "not-built", f"{name} refuses its arguments: {reason}", hint)
         raise _NotBuilt
 
-    def fail(self, node: Node, message: str, hint: str = "") -> NoReturn:
+    def fail(self, node: Node, code: str, message: str, hint: str = "") -> NoReturn:
         """Add an error about a node."""
-        self.findings.error("not-built", *node.culprit_named_in(message), message, hint)
+        self.findings.error(code, *node.culprit_named_in(message), message, hint)
         raise _NotBuilt
 
 

@@ -39,6 +39,9 @@ from sbkit.recipe.values import data, static
 from sbkit.system import disk
 from sbkit.system.console import logging_disabled
 
+#: Keys on which the vocabulary of a model depends.
+_VOCABULARY_KEYS = frozenset(("output_neurons", "blank_index", "bos_index", "eos_index"))
+
 
 def check(
     path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: RunOptions | None = None,
@@ -135,20 +138,20 @@ def _read_without_building(path: Path, overrides: Mapping[str, Any], findings: F
         try:
             check_exists(named)
         except SbkitError as error:
-            request.report_missing("no-corpus", source.source or source, error, findings)
+            request.report_missing(source.source or source, error, findings)
     return root
 
 
 def _without_consequences(findings: Findings) -> list[Finding]:
     """The findings without those that follow from another one, which says more."""
     not_owned = {finding.key for finding in findings if finding.code == "not-owned"}
-    shadowed = [finding.key for finding in findings if finding.code == "shadowed"]
+    shadowed = {finding.key for finding in findings if finding.code == "shadowed"}
 
     def follows(finding: Finding) -> bool:
         if finding.code == "unread-key":
             return finding.key in not_owned
         # A vocabulary may have another size because a key is shadowed.
-        return finding.code == "vocabulary" and any(key in finding.message for key in shadowed)
+        return finding.code == "vocabulary" and not shadowed.isdisjoint(_VOCABULARY_KEYS)
 
     return [finding for finding in findings if not follows(finding)]
 
@@ -287,12 +290,13 @@ def _check_files(built: Built, findings: Findings, request: CheckRequest) -> Non
             augmentation.files.check()
         except SbkitError as error:
             node = built.origin(augmentation) or built.nodes[key]
-            request.report_missing("no-recordings", _named_in(node, "folder"), error, findings)
+            request.report_missing(_named_in(node, "folder"), error, findings)
 
     tokenizer = built.hparams.get("tokenizer")
     if isinstance(tokenizer, Tokenizer) and tokenizer.model is not None and not tokenizer.model.exists():
-        missing = SbkitError(f"{tokenizer.model}: no such file", hint="give the path of a sentencepiece model")
-        request.report_missing("no-tokenizer", _named_in(built.nodes["tokenizer"], "model"), missing, findings)
+        missing = SbkitError("no-such-path", f"{tokenizer.model}: no such file", file=tokenizer.model,
+                             hint="give the path of a sentencepiece model")
+        request.report_missing(_named_in(built.nodes["tokenizer"], "model"), missing, findings)
 
 
 def _named_in(node: Node, key: str) -> Node:
@@ -310,14 +314,14 @@ def _check_output(built: Built, findings: Findings, request: CheckRequest) -> No
         disk.check_writable(Path(output) / "hyperparams.yaml", "--output_folder")
     except SbkitError as error:
         node = built.nodes["output_folder"]
-        request.report_missing("no-output", node.source or node, error, findings)
+        request.report_missing(node.source or node, error, findings)
 
     checkpoints = _checkpoints_node(built)
     if checkpoints is not None:
         try:
             refuse_another_run(str(data(checkpoints)), output)
         except SbkitError as error:
-            findings.error("another-run", checkpoints.place, checkpoints.key, error.message, error.hint or "")
+            findings.report(error, checkpoints.place, checkpoints.key)
 
 
 def _check_room(built: Built, owned: ownership.Owned, findings: Findings, request: CheckRequest) -> None:
@@ -348,8 +352,8 @@ def _checkpoints_node(built: Built) -> Node | None:
 def _check_installed(traced: trace.Trace, findings: Findings, request: CheckRequest) -> None:
     """Report keys whose values need a package or program that isn't installed here."""
     for problem in traced.keys.missing() if traced.keys is not None else ():
-        missing = SbkitError(problem.message, hint=problem.hint)
-        request.report_missing("not-installed", traced.built.nodes[problem.key], missing, findings)
+        missing = SbkitError("missing-package", problem.message, hint=problem.hint, key=problem.key)
+        request.report_missing(traced.built.nodes[problem.key], missing, findings)
 
 
 def _learning_section(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findings) -> Section | None:
@@ -368,7 +372,7 @@ def _learning_section(traced: trace.Trace, modules: torch.nn.ModuleDict, finding
         factors = traced.brain.rate_factors()
     except SbkitError as error:
         key = "layer_decay"  # learning_rates has been checked
-        findings.error("setting", built.place(key), key, error.message.removeprefix(f"{key}: "), error.hint or "")
+        findings.report(error, built.place(key), key)
         return None
     peak = getattr(traced.keys.schedule, "peak", None)  # SpeechBrain's schedulers have none
     return parts.trained_parts(groups, frozen_until, factors, peak)

@@ -38,7 +38,8 @@ class CheckRequest:
         try:
             return torch.device(name or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         except RuntimeError as error:
-            raise SbkitError(f"--device {name!r} is no device", hint="write cpu, cuda or cuda:1") from error
+            raise SbkitError("no-such-device", f"--device: torch has no device {name!r}", key="device", value=name,
+                             hint="write cpu, cuda or cuda:1") from error
 
     def precision(self, hparams: Mapping[str, Any]) -> str:
         """The precision in which the recipe with these objects would run on the device."""
@@ -50,8 +51,8 @@ class CheckRequest:
             return "bf16"
         return native_precision(device)
 
-    def report_missing(self, code: str, node: Node, error: SbkitError, findings: Findings) -> None:
-        """Report a path, or a package, that doesn't exist here.
+    def report_missing(self, node: Node, error: SbkitError, findings: Findings) -> None:
+        """Report a path, or a package, that doesn't exist here, with the code of the error.
 
         A recipe's path may be meant for another machine, so it is an error only if a run starts on this one. A path on
         the command line is always an error.
@@ -60,8 +61,7 @@ class CheckRequest:
         """
         on_command_line = not node.place.line
         if self.starting or on_command_line:
-            key = f"--{node.key}" if on_command_line else node.key
-            findings.error(code, node.place, key, error.message, error.hint or "")
+            findings.report(error, node.place, f"--{node.key}" if on_command_line else node.key)
         else:
-            findings.warning(code, node.place, node.key, f"{error.message} on this machine",
+            findings.warning(error.code, node.place, node.key, f"{error.message} on this machine",
                              "a run here couldn't start; " + (error.hint or ""))

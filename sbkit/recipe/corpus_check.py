@@ -39,21 +39,22 @@ def check_corpus(built: Built, task: TaskClass, findings: Findings, request: Che
 
     whole = built.hparams.get("corpus")
     needed_of_each = () if isinstance(whole, Mixture) else request.needed
+    can_be_read = True
     for corpus, node in _corpora(built):
         _check_longest(built, corpus, node, findings)
-        _check_source_exists(corpus, node, findings, request)
-        is_there = not any(finding.code == "no-corpus" for finding in findings)
+        is_there = _check_source_exists(corpus, node, findings, request)
+        can_be_read &= is_there
         if task is not None and is_there and isinstance(corpus, Corpus):
             try:
                 corpus.check_source(task.needs_text(), task.columns, needed_of_each)
             except MissingRecordings as error:
                 source = node.value.get("source", node)
-                request.report_missing("no-recordings", source.source or source, error, findings)
+                request.report_missing(source.source or source, error, findings)
             except SbkitError as error:
-                place, key = node.origin_of(_key_to_blame(corpus, node, error))
-                findings.error("corpus", place, key, error.message, error.hint or "")
+                can_be_read = False
+                findings.report(error, *node.origin_of(_key_to_blame(corpus, node, error)))
 
-    if isinstance(whole, Mixture) and not any(finding.code in ("no-corpus", "corpus") for finding in findings):
+    if isinstance(whole, Mixture) and can_be_read:
         _check_splits_of_mixture(whole, built.nodes["corpus"], findings, request)
 
 
@@ -89,8 +90,8 @@ def _check_longest(built: Built, corpus: Any,  # of any class with check_exists
 
 
 def _check_source_exists(corpus: Any,  # of any class with check_exists
-                         node: Node, findings: Findings, request: CheckRequest) -> None:
-    """Check that the source, and a list of rows to leave out, exist."""
+                         node: Node, findings: Findings, request: CheckRequest) -> bool:
+    """Check that the source, and a list of rows to leave out, exist; return whether they do."""
     left_out = getattr(corpus, "exclude", None)
     if left_out is not None and not left_out.is_file():
         argument = "exclude"
@@ -99,21 +100,22 @@ def _check_source_exists(corpus: Any,  # of any class with check_exists
     elif "language" in node.value:  # without a source it is the demo corpus, which may lack the language
         argument = "language"
     else:
-        return
+        return True
     named = node.value.get(argument, node)
     named = named.source or named
 
     try:
         corpus.check_exists()
     except SbkitError as error:
-        request.report_missing("no-corpus", named, error, findings)
-        return
+        request.report_missing(named, error, findings)
+        return False
 
     prepared_from = corpus.prepared_elsewhere() if isinstance(corpus, Corpus) else None
     if prepared_from is not None:
         findings.warning("other-corpus", named.place, named.key, f"{corpus.folder} was prepared from {prepared_from}: "
                          "labels, leaks, steps and hours in this report are of that corpus",
                          "sbkit prepare, with the same arguments, prepares this one")
+    return True
 
 
 def _key_to_blame(corpus: Corpus, node: Node, error: SbkitError) -> str:
@@ -135,8 +137,7 @@ def _check_splits_of_mixture(whole: Mixture, node: Node, findings: Findings, req
         if None not in splits.values():
             whole.check_splits({name: names or () for name, names in splits.items()}, request.needed)
     except SbkitError as error:
-        place, key = node.origin_of("parts")
-        findings.error("splits", place, key, error.message, error.hint or "")
+        findings.report(error, *node.origin_of("parts"))
 
 
 # ------------------------------------------------------------ once it is prepared
@@ -212,6 +213,5 @@ def check_labels(traced: Trace, findings: Findings) -> tuple[Section | None, str
             BatchColumns(traced.task.columns, traced.keys).check_classes(manifests["train"])
         return traced.task.check_labels(traced.keys, manifests, findings, traced.built.nodes), ""
     except SbkitError as error:
-        node = traced.built.nodes["corpus"]
-        findings.error("labels", node.place, "corpus", error.message, error.hint or "")
+        findings.report(error, traced.built.nodes["corpus"].place, "corpus")
         return None, ""

@@ -375,6 +375,6 @@ def refuse_another_run(checkpoints: str | Path, output: str | Path) -> None:
     """Refuse to save into another run than that of the output folder."""
     run = Path(checkpoints).resolve().parent
     if (run / "hyperparams.yaml").is_file() and not run.is_relative_to(Path(output).resolve()):
-        raise SbkitError(f"checkpoints would go into another run, {run}", hint=(
-            "a run's hyperparams.yaml has no references left, so --output_folder doesn't reach all folders; train the "
+        raise SbkitError("another-run", f"checkpoints would go into another run, {run}", file=run, hint=(
+            "a run's hyperparams.yaml has no references left, so --output_folder doesn't change all folders; train the "
             "recipe that it was made of"))

@@ -64,6 +64,8 @@ class Problem(NamedTuple):
     """The key that is wrong."""
     message: str
     hint: str
+    code: str = "clash"
+    """By default that of keys that can't be combined."""
 
 
 class Declared(NamedTuple):
@@ -143,7 +145,8 @@ class Keys:
         """Read the keys from ``hparams``, with defaults for those it lacks; an error names all wrong values at once."""
         problems = cls.wrong(hparams)
         if problems:
-            raise SbkitError("; ".join(problem.message for problem in problems), hint=problems[0].hint)
+            raise SbkitError(problems[0].code, "; ".join(problem.message for problem in problems),
+                             hint=problems[0].hint, key=problems[0].key)
         keys = object.__new__(cls)
         values = {}
         for name, declared in cls.declared().items():
@@ -160,7 +163,7 @@ class Keys:
         """The problems of single keys."""
         problems = ((name, declared.problem(hparams[name]))
                     for name, declared in cls.declared().items() if name in hparams)
-        return [Problem(name, f"{name} {problem}", "docs/reference/keys.md says what each key may be")
+        return [Problem(name, f"{name} {problem}", "docs/reference/keys.md says what each key may be", "bad-value")
                 for name, problem in problems if problem]
 
     @classmethod
@@ -181,7 +184,7 @@ class Keys:
             misfit = _misfit(value, classes)
             if misfit is not None:
                 what, hint = misfit
-                problems.append(Problem(name, f"it is {what}, and must be {declared.what}", hint))
+                problems.append(Problem(name, f"it is {what}, and must be {declared.what}", hint, "wrong-class"))
         return problems
 
     @classmethod
@@ -190,7 +193,7 @@ class Keys:
 
         ``read`` accepts them: a Brain for a part of a run, such as a trial of batch sizes, needs no checkpointer.
         """
-        return [Problem(name, f"{name} {NULL}", COMPLETE) for name, declared in cls.declared().items()
+        return [Problem(name, f"{name} {NULL}", COMPLETE, "missing-key") for name, declared in cls.declared().items()
                 if declared.needed and declared.optional and name in hparams and hparams[name] is None]
 
     def class_of(self, name: str) -> type:
@@ -214,8 +217,8 @@ class Keys:
         def __getattr__(self, name: str) -> NoReturn:
             """Raise an error for a needed key that the recipe lacks; Python calls this only for missing attributes."""
             if name in type(self).declared():
-                raise SbkitError(f"the recipe has no {name}: {type(self).declared()[name].what}",
-                                 hint=COMPLETE)
+                raise SbkitError("missing-key", f"the recipe has no {name}: {type(self).declared()[name].what}",
+                                 hint=COMPLETE, key=name)
             raise AttributeError(f"{type(self).__name__} declares no key {name}")
 
     @classmethod

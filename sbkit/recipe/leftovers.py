@@ -77,7 +77,7 @@ class FakeTensors:
         names = sorted({_holder_of(fake) for fake in self.alive()})
         if names:
             raise SbkitError(
-                f"a forward on fake tensors, which counts what a step costs, leaves some in "
+                "fake-tensor", f"a forward on fake tensors, which counts what a step costs, leaves some in "
                 f"{', '.join(names[:3])}{' and more' if names[3:] else ''}, where training would use them",
                 hint="register such a tensor as a buffer, or compute it in each forward")
 

@@ -135,12 +135,17 @@ def building(path: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
     except SbkitError:
         raise
     except OSError as error:
-        raise SbkitError(f"cannot use {error.filename or path}: {error.strerror}",
+        code = "no-such-path" if isinstance(error, FileNotFoundError) else "not-writable"
+        raise SbkitError(code, f"cannot use {error.filename or path}: {error.strerror}", file=error.filename or path,
                          hint="choose another place with --output_folder") from error
     except Exception as error:
-        in_recipe = mistakes(path, overrides).as_error()
-        messages = [in_recipe.message, f"{path} cannot be loaded: {summary(error)}"]
-        raise SbkitError("; ".join(filter(None, messages)), hint=in_recipe.hint) from error
+        failure = f"{path} cannot be loaded: {summary(error)}"
+        found = mistakes(path, overrides)
+        if not found.has_errors:
+            raise SbkitError("not-built", failure, file=path) from error
+        cause = found.as_error()
+        raise SbkitError(cause.code, f"{cause.message}; {failure}", hint=cause.hint, file=cause.file, line=cause.line,
+                         key=cause.key) from error
 
 
 def mistakes(path: Path, overrides: Mapping[str, Any]) -> Findings:
@@ -170,21 +175,25 @@ def declaring_class(hparams: Mapping[str, Any], there: Container[str], path: Pat
     """
     task = hparams.get("brain")
     if task is None:
-        raise SbkitError(f"{path} lacks brain", hint=f"{SCRIPT}; otherwise, {COMPLETE}")
+        raise SbkitError("missing-key", f"{path} lacks the key brain, which names the task", file=path, key="brain",
+                         hint=f"{SCRIPT}; otherwise, {COMPLETE}")
     declared = getattr(task, "Keys", None)
     if declared is None or not is_task(task):
-        raise SbkitError(f"{path}: brain is {getattr(task, '__name__', task)!s}, which is not a task of sbkit",
+        raise SbkitError("not-a-task", file=path, key="brain",
+                         message=f"{path}: brain is {getattr(task, '__name__', task)!s}, which is not a task of sbkit",
                          hint="derive it from sbkit.tasks.task.Task; docs/how-to/extend.md shows how")
     missing = [key for key in declared.needed() if key not in there]
     if missing:
-        raise SbkitError(f"{path} lacks {', '.join(missing)}", hint=COMPLETE)
+        raise SbkitError("missing-key", f"{path} lacks {', '.join(missing)}", hint=COMPLETE, file=path, key=missing[0])
     return declared
 
 
 def refuse_problems(problems: Sequence[Problem], path: Path) -> None:
-    """Raise one error about all problems, if there are any, with the file of each key."""
+    """Raise one error about all problems, if there are any, with the file of each key; its code is the first one's."""
     if not problems:
         return
     recipe_files = chain(path)
-    raise SbkitError("; ".join(f"{written(problem.key, recipe_files)}: {problem.message}" for problem in problems),
-                     hint="; ".join(dict.fromkeys(problem.hint for problem in problems)))
+    first = problems[0]
+    raise SbkitError(first.code,
+                     "; ".join(f"{written(problem.key, recipe_files)}: {problem.message}" for problem in problems),
+                     hint="; ".join(dict.fromkeys(problem.hint for problem in problems)), file=path, key=first.key)

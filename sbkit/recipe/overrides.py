@@ -81,7 +81,8 @@ def with_full_keys(overrides: Mapping[str, Any], there: Collection[object]) -> d
         if name == key:
             continue
         if name in overrides:
-            raise SbkitError(f"--{key} and --{name} are one key, which is given twice", hint="leave one out")
+            raise SbkitError("conflicting-options", f"--{key} and --{name} are the same key, which is given twice",
+                             hint="leave one out", key=name)
         full[name] = full.pop(key)
     return full
 

@@ -486,10 +486,11 @@ def check_optimizer(built: Built, owned: Owned, findings: Findings) -> None:
     try:
         opt_class([nn.Parameter(torch.zeros(1))])
     except Exception as error:  # each optimizer has its own errors for wrong arguments
-        message = error.message if isinstance(error, SbkitError) else str(error)
-        findings.error("not-built", *node.culprit_named_in(message),
-                       f"{node.tag.partition(':')[2].rpartition('.')[2] or 'it'} refuses its arguments: {message}",
-                       getattr(error, "hint", None) or "")
+        own = error if isinstance(error, SbkitError) else None
+        name = node.tag.partition(":")[2].rpartition(".")[2] or "it"
+        findings.error("not-built" if own is None else own.code, *node.culprit_of(error),
+                       f"{name} refuses its arguments: {error if own is None else own.message}",
+                       (None if own is None else own.hint) or "")
         return
     optimizer = unwrapped(opt_class)[0]
     if built.hparams.get("fsdp") and "fsdp" in built.nodes and getattr(optimizer, "needs_whole_parameters", False):

@@ -125,8 +125,8 @@ class ParameterGroups:
         for pattern, value in flattened(wanted).items():
             paths = self.matching(pattern)
             if not paths:
-                raise SbkitError(f"{key}: no trainable part is called {pattern!r}",
-                                 hint=self.suggestion(pattern))
+                raise SbkitError("no-such-part", f"{key}: no trainable part is called {pattern!r}",
+                                 hint=self.suggestion(pattern), key=key, value=pattern)
             values.update(dict.fromkeys(paths, value))
         return values
 
@@ -167,9 +167,10 @@ def layers_called(modules: nn.Module, wanted: LayerNames, key: str) -> list[nn.M
     if missing:
         repeated = sorted({type(m).__name__ for m in repeated_layers(modules)})
         near = did_you_mean(missing[0], [*repeated, *(path for path, _ in modules.named_modules())], cutoff=0.75)
-        raise SbkitError(f"{key}: nothing under modules is called {', '.join(map(repr, missing))}",
+        raise SbkitError("no-such-part", f"{key}: nothing under modules is called {', '.join(map(repr, missing))}",
                          hint=f"did you mean {near}?" if near else
-                         f"name a class or a path; repeated layers: {', '.join(repeated) or 'none'}")
+                         f"name a class or a path; repeated layers: {', '.join(repeated) or 'none'}",
+                         key=key, value=missing[0])
     return list(layers.values())
 
 
@@ -217,8 +218,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
             try:
                 layers_called(modules, named, key)
             except SbkitError as error:
-                findings.error("no-such-part", built.place(key), key, error.message.removeprefix(f"{key}: "),
-                               error.hint or "")
+                findings.report(error, built.place(key), key)
                 built.hparams[key] = None  # the cost ignores it
     freeze = built.hparams.get("freeze")
     if not freeze or not complete:

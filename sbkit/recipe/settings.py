@@ -93,7 +93,7 @@ def _check_declared(root: Node, declaration: Declared, node: Node, value: object
 def _check_without_building(root: Node, key: str, node: Node, keys_class: type[Keys], findings: Findings) -> None:
     """Compare the class of an object with the declared one; for SpeechBrain's tokenizers, which train when built."""
     with contextlib.suppress(LookupError):  # reported where the name is checked
-        for _, message, hint in keys_class.misfits({key: locate(node.tag.removeprefix("!new:"))}):
+        for _, message, hint, _ in keys_class.misfits({key: locate(node.tag.removeprefix("!new:"))}):
             if hint != ONLY_NAMED:
                 _report(root, key, message, findings, hint)
 
@@ -335,7 +335,8 @@ def option_number(name: str, value: object) -> int | float | None:
         with contextlib.suppress(ValueError):
             if math.isfinite(number := NUMBERS[name](value)):
                 return number
-    raise SbkitError(f"--{name} is {value!r}, not a number")
+    raise SbkitError("bad-value", f"--{name} is {value!r}, not a number", key=name, value=value,
+                     hint="write a number, such as 1")
 
 
 def _is_number(name: str, value: object) -> bool:

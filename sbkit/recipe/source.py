@@ -140,6 +140,16 @@ class Node:
         first_place, first_key = to_blame[0]
         return first_place, first_key if len(to_blame) == 1 else self.key
 
+    def culprit_of(self, error: BaseException) -> tuple[Place, str]:
+        """The place and full name to blame for an error about some of its keys.
+
+        sbkit's own errors say which; the messages of other libraries are searched for names of keys.
+        """
+        if isinstance(error, SbkitError) and error.key is not None:
+            named = error.key.removeprefix(f"{self.key}.")
+            return self.culprit([named] if isinstance(self.value, dict) and named in self.value else ())
+        return self.culprit_named_in(error.message if isinstance(error, SbkitError) else str(error))
+
     def culprit_named_in(self, message: str) -> tuple[Place, str]:
         """The place and full name to blame for an error whose message mentions some of its keys."""
         words = set(re.split(r"[\s'`:\[\]]+", message))
@@ -228,6 +238,10 @@ class Findings(list[Finding]):
         """Add a finding that would end a run or make its results wrong."""
         self.append(Finding(ERROR, code, place.file, place.line, key, message, suggestion, place.column))
 
+    def report(self, error: SbkitError, place: Place, key: str) -> None:
+        """Add an error that was raised, with its own code; the key isn't repeated in the message."""
+        self.error(error.code, place, key, error.message.removeprefix(f"{key}: "), error.hint or "")
+
     def wrong(self, node: Node, code: str, message: str, suggestion: str = "") -> None:
         """Add an error about a value, which is then reported."""
         self.error(code, node.place, node.key, message, suggestion)
@@ -286,9 +300,16 @@ class Findings(list[Finding]):
         self.extend(others)
         self._reported |= others._reported
 
+    @property
+    def has_errors(self) -> bool:
+        """Whether any of them is an error."""
+        return any(finding.severity == ERROR for finding in self)
+
     def as_error(self) -> SbkitError:
-        """All errors in one."""
+        """All errors, of which there is at least one, as one: its code, file, line and key are those of the first."""
         errors = [finding for finding in self if finding.severity == ERROR]
+        first = errors[0]
         messages = [f"{error.where}: {error.key and f'{error.key}: '}{error.message}" for error in errors]
         hints = dict.fromkeys(error.suggestion for error in errors if error.suggestion)
-        return SbkitError("; ".join(messages), hint="; ".join(hints) or None)
+        return SbkitError(first.code, "; ".join(messages), hint="; ".join(hints) or None, file=first.file,
+                          line=first.line or None, key=first.key or None)

@@ -31,7 +31,7 @@ def files(task: str) -> dict[Path, Path]:
     """The files of a task's starter, by their paths in the new folder."""
     if task not in tasks():
         near = did_you_mean(task, tasks())
-        raise SbkitError(f"there is no task {task!r}",
+        raise SbkitError("bad-value", f"there is no task {task!r}", key="task", value=task,
                          hint=(f"did you mean {near}? " if near else "") + f"tasks are {', '.join(tasks())}")
     if task == OWN:
         own = HOME / "own"
@@ -49,12 +49,14 @@ def write(folder: Path, task: str) -> list[Path]:
     sources = files(task)
     there = [str(place) for place in sources if (folder / place).exists() or (folder / place).is_symlink()]
     if there:
-        raise SbkitError(f"{folder} has {', '.join(there)} already", hint="name another folder: nothing was written")
+        raise SbkitError("output-exists", f"{folder} has {', '.join(there)} already", file=folder / there[0],
+                         hint="nothing was written; name another folder")
     for place, source in sources.items():
         to, text = folder / place, source.read_text(encoding="utf-8")
         try:
             to.parent.mkdir(parents=True, exist_ok=True)
             to.write_text(text.replace("ctc.yaml", f"{task}.yaml") if place == README else text, encoding="utf-8")
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
-            raise SbkitError(f"cannot write {to}: {error.strerror}", hint="name another folder") from error
+            raise SbkitError("not-writable", f"cannot write {to}: {error.strerror}", file=to,
+                             hint="name another folder") from error
     return list(sources)

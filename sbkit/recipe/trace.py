@@ -234,8 +234,8 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
         return traced
 
     misfits = task.Keys.misfits(built.hparams)
-    for key, message, hint in misfits:
-        findings.error("wrong-class", built.root.place_of(key), key, message, hint)
+    for key, message, hint, code in misfits:
+        findings.error(code, built.root.place_of(key), key, message, hint)
     needed = dict.fromkeys((*task.parts, *(key for key in task.Keys.declared() if key in built.missing)))
     missing = [key for key in needed if built.hparams.get(key) is None] or [key for key, *_ in misfits]
     if missing:
@@ -246,9 +246,9 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
     with _reporting(traced, findings), torch.no_grad():
         traced.keys = task.Keys.read(built.hparams)
         clashes = list(traced.keys.clashes())  # keys that can't be combined
-        for key, message, hint in clashes:
+        for key, message, hint, code in clashes:
             node = built.nodes.get(key, built.nodes["modules"])
-            findings.error("clash", node.place if key in built.nodes else Place(node.place.file), key, message, hint)
+            findings.error(code, node.place if key in built.nodes else Place(node.place.file), key, message, hint)
         if clashes or not task.check_parts(traced.keys, built, findings):
             return traced
         traced.brain = build_brain(task, {**built.hparams, "modules": modules}, accelerate=False)
@@ -378,8 +378,9 @@ def _check_call(call: Callable[..., Any], key: str, module: nn.Module, task: Tas
             if declaration is not None:
                 hint += f"; this key is {declaration.what}"
         raise SbkitError(
+            "forward",
             f"it is called with {' and '.join(arguments)}, but {type(module).__name__}.{call.__name__} takes "
-            f"{listed(signature.parameters) or 'nothing'}", hint=hint) from None
+            f"{listed(signature.parameters) or 'nothing'}", hint=hint, key=key) from None
 
 
 def _shown(value: object) -> str:
@@ -417,14 +418,14 @@ def _report(error: Exception, traced: Trace, findings: Findings) -> None:
     inside = f" (in its {type(layer).__name__})" if layer is not None and built.origin(layer) is not node else ""
     text = " ".join(str(error).split())
 
+    if isinstance(error, SbkitError):
+        findings.report(error, place, key)
+        return
     if _OTHER_DEVICE.search(text):
         if not any(finding.code == "not-owned" and finding.key == key for finding in findings):  # that explains it
             findings.error("device-mismatch", place, key,
                            f"a tensor stays on the CPU while the rest is on a device{inside}",
                            "register it as a buffer, or move it in forward with .to(x.device)")
-        return
-    if isinstance(error, SbkitError):
-        findings.error("forward", place, key, error.message, error.hint or "")
         return
     mismatch = next(filter(None, (pattern.search(text) for pattern in _MISMATCHES)), None)
     if mismatch is not None:

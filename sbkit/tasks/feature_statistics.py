@@ -119,8 +119,9 @@ def load(norm: Norm, folder: str | None = None) -> None:
         norm.count = int(facts["frames"])
         return
     if len(mean) != len(norm.mean):
-        raise SbkitError(f"{path} has statistics of {len(mean)} features, but the recipe's normalize has "
-                         f"{len(norm.mean)}", hint="write n_features: !ref <n_mels>, as many as compute_features makes")
+        raise SbkitError("shape-mismatch", f"{path} has statistics of {len(mean)} features, but the recipe's normalize "
+                         f"has {len(norm.mean)}", file=path, key="normalize",
+                         hint="write n_features: !ref <n_mels>, as many as compute_features makes")
     norm.set_statistics(mean, deviation)
 
 
@@ -182,8 +183,9 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
         frames += frames_of_utterance
         sums = sums + sums_of_utterance
     if frames == 0:
-        raise SbkitError("no frame of the training split could be used for its statistics",
-                         hint="is its audio still where the manifest says?")
+        raise SbkitError("no-usable-audio",
+                         "no recording of the training split could be used for the statistics of its "
+                         "features", hint="is its audio still where the manifest says? the warnings above name some")
     if unread > _MAX_LOGGED:
         logger.warning("%d of %d utterances could not be used, and are left out of the statistics", unread,
                        len(manifest))

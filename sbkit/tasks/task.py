@@ -136,9 +136,9 @@ class Task(Brain):
         self.early_stopping = EarlyStopping(vars(self.keys).get("epoch_counter"), self.checkpointer)
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
         for clash in self.keys.clashes():
-            raise SbkitError(clash.message, hint=clash.hint)
+            raise SbkitError(clash.code, f"{clash.key}: {clash.message}", hint=clash.hint, key=clash.key)
         if self.trainer.moving_average is not None and self.keys.tested_weights.average.several:
-            raise SbkitError("ema and average_checkpoints both average weights",
+            raise SbkitError("clash", "ema and average_checkpoints both average weights", key="average_checkpoints",
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
         for part in self.corpus_parts:
             for name, statistics in part.load(self.keys):
@@ -418,8 +418,9 @@ class Task(Brain):
         if self.metric.name not in stats:  # the epoch is saved first, so that it needn't be trained again
             checkpointer.save_checkpoint(meta={"loss": stats["loss"], "epoch": epoch})
             ranks.raise_on_main(SbkitError(
-                f"{type(self).__name__} chooses the best checkpoint by {self.metric.name!r}, but its validation gives "
-                f"{', '.join(stats)}", hint="return it from stats, or name one of these in metric; the epoch is saved"))
+                "metric", f"{type(self).__name__} chooses the best checkpoint by {self.metric.name!r}, but its validation "
+                f"gives {', '.join(stats)}", key="metric", value=self.metric.name,
+                hint="return it from stats, or name one of these in metric; the epoch is saved"))
         meta = {self.metric.name: stats[self.metric.name], "loss": stats["loss"], "epoch": epoch}
         best_by: dict[str, Any] = {"min_keys" if self.metric.lower_is_better else "max_keys": [self.metric.name]}
         checkpointer.save_and_keep_only(meta=meta, num_to_keep=self.keys.keep_checkpoints,

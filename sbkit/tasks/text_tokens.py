@@ -110,19 +110,20 @@ def keep_tokenizer(keys: RecogniserKeys, texts: Sequence[str],
     if initial.fresh(keys) or not path.is_file():
         source = initial.source_of(keys)
         if source is None:
-            raise SbkitError("init_tokenizer: keep needs a model to take the tokenizer from",
-                             hint="set init_from")
+            raise SbkitError("missing-key", "init_tokenizer: keep needs a model to take the tokenizer from",
+                             key="init_from", hint="set init_from to a run or a bundle")
         proto = source.piece_model()
         if proto is None:
-            raise SbkitError(f"init_tokenizer: keep: {source.description} has no tokenizer", hint=_NEW)
+            raise SbkitError("no-tokenizer", f"init_tokenizer: keep: {source.description} has no tokenizer", hint=_NEW,
+                             key="init_tokenizer")
         with atomic_write(path, "wb") as file:
             file.write(proto)
     tokenizer = Tokenizer(path.parent, model=path).load()
     uncovered = tokenizer.coverage(texts)
     if uncovered:
-        raise SbkitError("init_tokenizer: keep: that tokenizer has no piece for "
+        raise SbkitError("uncovered-characters", "init_tokenizer: keep: that tokenizer has no piece for "
                          f"{counted(len(uncovered), 'character')} of the train split: {_most_common(uncovered)}",
-                         hint=_NEW)
+                         hint=_NEW, key="init_tokenizer")
     plain = [piece for piece in tokenizer.pieces() if not piece.startswith("<")]
     kind = "char" if all(len(piece) == 1 for piece in plain) else "unigram"
     typed = given.get("tokenizer", {})

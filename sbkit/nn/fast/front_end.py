@@ -185,8 +185,9 @@ class InputNormalization(features.InputNormalization):
             # Not buffers: after loading a checkpoint they may be on another device.
             self.glob_mean, self.glob_std = self.glob_mean.to(x.device), self.glob_std.to(x.device)
             if not self.glob_mean.numel() and not self._should_update(epoch):
-                raise SbkitError("InputNormalization with norm_type global has no statistics: it wasn't trained, and "
-                                 "no checkpoint has them",
+                raise SbkitError("no-statistics",
+                                 "InputNormalization with norm_type global has no statistics: it wasn't "
+                                 "trained, and no checkpoint has them",
                                  hint="train first, with it in the checkpointer's recoverables")
         return super().forward(x, lengths, epoch)
 

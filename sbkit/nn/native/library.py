@@ -134,7 +134,9 @@ def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
             if not x.is_cpu or not x.is_contiguous() or x.dtype not in (dtype, torch.float32, torch.uint8):
                 raise TypeError(f"no kernel takes a tensor on {x.device} in {x.dtype} with strides {x.stride()}")
             if isinstance(x, FakeTensor):  # its address would end the process
-                raise SbkitError("a step got a fake tensor, left over from when the run counted its work at the start",
+                raise SbkitError("fake-tensor",
+                                 "a step got a fake tensor, left over from when the run counted its work at "
+                                 "the start",
                                  hint="your own code keeps tensors from one forward to the next, in a list or an "
                                  "object; keep them in a registered buffer, or in an attribute of the Brain")
             x = x.data_ptr()

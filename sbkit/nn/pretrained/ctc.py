@@ -85,7 +85,8 @@ class CTCModel:
             if len(names) == 2:
                 return names
         kind = self.settings.config["model_type"]
-        raise SbkitError(f"{self.source} is a model of transformers ({kind}) without a CTC head",
+        raise SbkitError("no-ctc-head", f"{self.source} is a model of transformers ({kind}) without a CTC head",
+                         value=self.source,
                          hint="a recipe with a pretrained encoder, such as hparams/finetune.yaml, takes it as "
                               f"--encoder_source {self.source}")
 
@@ -143,7 +144,8 @@ class CTCModel:
             return getattr(transformers, auto).from_pretrained(folder, trust_remote_code=False, local_files_only=True,
                                                                **options)
         except Exception as error:  # of any kind, depending on the files
-            raise SbkitError(f"{fails}: {first_line(error).replace(folder, str(self.folder))}", hint=hint) from error
+            raise SbkitError("damaged-pretrained", f"{fails}: {first_line(error).replace(folder, str(self.folder))}",
+                             hint=hint, file=self.folder) from error
 
     @cached_property
     def tokenizer(self) -> Any:  # each family has a class for it
@@ -159,8 +161,8 @@ class CTCModel:
         except SbkitError:
             raise
         except Exception as error:  # of any kind, by what its files hold instead of texts and numbers
-            raise SbkitError(f"the tokenizer of {self.source} can't be used: {summary(error)}",
-                             hint="fetch its files again") from error
+            raise SbkitError("damaged-pretrained", f"the tokenizer of {self.source} can't be used: {summary(error)}",
+                             hint="download its files again", value=self.source) from error
 
     def _tokens(self, tokenizer: Any, size: int) -> Tokens:  # each family has a class for it
         self._check_fit(tokenizer, size)
@@ -201,8 +203,9 @@ class CTCModel:
             problem = f"{shown(tokenizer.pad_token)} for the blank, which is none of them"
         else:
             return
-        raise SbkitError(f"the tokenizer of {self.source} doesn't fit its head: that has {size} rows, but the "
-                         f"tokenizer has {problem}", hint="are its tokenizer and its weights of the same model?")
+        raise SbkitError("pretrained-mismatch", f"the tokenizer of {self.source} doesn't fit its head: that has {size} "
+                         f"rows, but the tokenizer has {problem}", value=self.source,
+                         hint="are its tokenizer and its weights of the same model?")
 
     def own_code(self, frames: Callable[[int], int]) -> Callable[[np.ndarray], tuple[np.ndarray, str]]:
         """Return transformers' own model and tokenizer, from a waveform [S] to log-probabilities [T, V] and text.
@@ -227,7 +230,9 @@ class CTCModel:
                 scores = model(**inputs).logits[0, :frames(len(signal))].log_softmax(-1)
                 text = tokenizer.decode(scores.argmax(-1).tolist(), clean_up_tokenization_spaces=False)
             except Exception as error:  # of any kind, if its files don't fit each other
-                raise SbkitError(f"transformers itself can't run {self.source}: {summary(error)}",
+                raise SbkitError("pretrained-mismatch",
+                                 f"transformers itself can't run {self.source}: {summary(error)}",
+                                 value=self.source,
                                  hint="are its config.json and preprocessor_config.json of one model?") from error
             for token in silent:
                 text = text.replace(token, "")
@@ -257,8 +262,8 @@ def _check_entries(values: object, path: Path, rows: int) -> None:
         if not isinstance(value, (dict, list)):
             continue
         if len(value) > most:
-            raise SbkitError(f"{path} has {len(value):,} entries for a model of {rows:,} tokens",
-                             hint="are its tokenizer and its weights of the same model?")
+            raise SbkitError("pretrained-mismatch", f"{path} has {len(value):,} entries for a model of {rows:,} tokens",
+                             file=path, hint="are its tokenizer and its weights of the same model?")
         if isinstance(value, list):
             unchecked += value
         else:

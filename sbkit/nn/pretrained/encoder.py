@@ -74,8 +74,9 @@ class Encoder(nn.Module):
         has_adapter = bool(self.settings.config.get("add_adapter"))
         takes_head = bool(init_from) and names_model(str(init_from))
         if has_adapter != add_adapter and (add_adapter or takes_head):
-            raise SbkitError(f"{self.source} has {'' if has_adapter else 'no '}layers between encoder and head "
-                             "(add_adapter)", hint=f"--encoder.add_adapter {str(has_adapter).lower()}")
+            raise SbkitError("bad-value", f"{self.source} has {'' if has_adapter else 'no '}layers between encoder and "
+                             f"head, but add_adapter is {str(add_adapter).lower()}", key="add_adapter",
+                             value=add_adapter, hint=f"--encoder.add_adapter {str(has_adapter).lower()}")
         shapes = None
         if copy is None and (is_local or (source is None and takes_head)):
             shapes = tensors.TensorFiles(weights(self.source), network_class(self.settings).prefixes).shapes
@@ -85,7 +86,8 @@ class Encoder(nn.Module):
         self.normalizes_loudness = self.network.normalizes
         self.adapter_language = adapter_language
         if adapter_language is not None and not self._adapters():
-            raise SbkitError(f"adapter_language is {adapter_language}, but {self.source} has no language adapters",
+            raise SbkitError("no-language-adapter", f"adapter_language is {adapter_language}, but {self.source} has no "
+                             "language adapters", key="adapter_language", value=adapter_language,
                              hint="it is for models of MMS, whose config.json has adapter_attn_dim; write null")
         self.reinitialised: frozenset[str] = frozenset()
         """The names of tensors that the source lacks, once it was checked."""
@@ -140,7 +142,8 @@ class Encoder(nn.Module):
             path = source.adapter(self.source, self.adapter_language)
             missing = self._adapters() - tensors.TensorFiles([path], self.network.prefixes).shapes.keys()
             if missing:
-                raise SbkitError(f"{path} lacks {len(missing)} tensors of the adapters, such as {min(missing)}",
+                raise SbkitError("pretrained-mismatch", f"{path} lacks {len(missing)} tensors of the adapters, such as "
+                                 f"{min(missing)}", file=path,
                                  hint="is it of this model? if the download is incomplete, download it again")
             paths.append(path)
         files = tensors.TensorFiles(paths, self.network.prefixes)
@@ -182,8 +185,8 @@ class Encoder(nn.Module):
     def compare(self) -> None:
         """Raise if the source is missing, or its config has changed since this encoder was built."""
         if Settings.of(self.source) != self.settings:
-            raise SbkitError(f"the config of {self.source} has changed since this run began",
-                             hint="name another output_folder, or restore the old config")
+            raise SbkitError("changed-source", f"the config of {self.source} has changed since this run began",
+                             value=self.source, hint="name another output_folder, or restore the old config")
 
 
 class Head(nn.Linear):
@@ -198,8 +201,8 @@ class Head(nn.Linear):
 
     def __init__(self, encoder: Encoder, n_neurons: int, dropout: float = 0.0, kernel_size: int = 0, width: int = 512):
         if kernel_size < 0 or (kernel_size and not kernel_size % 2):
-            raise SbkitError(f"kernel_size of the head is {kernel_size}",
-                             hint="write an odd number, such as 5, or 0 for no convolution")
+            raise SbkitError("bad-value", f"kernel_size of the head is {kernel_size}", key="kernel_size",
+                             value=kernel_size, hint="write an odd number, such as 5, or 0 for no convolution")
         super().__init__(width if kernel_size else encoder.width, n_neurons)
         self.dropout = dropout
         # The norm has no bias, so that the padding of the convolution's input stays zero.
@@ -248,7 +251,8 @@ def _model_named(source: str | None, init_from: str | Path | None) -> str:
     problem = "source names no pretrained encoder"
     if init_from is not None:
         problem += f", and {init_from} is no run with a copy of an encoder's config"
-    raise SbkitError(problem, hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")
+    raise SbkitError("missing-key", problem, key="encoder_source",
+                     hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")
 
 
 def network_class(settings: Settings) -> type[Network]:
@@ -271,8 +275,9 @@ def build_network(settings: Settings, options: EncoderOptions,
     except SbkitError:
         raise
     except Exception as error:  # transformers checks some values of a config only when it builds the layers
-        raise SbkitError(f"{settings.source}: its config.json describes no encoder: {first_line(error)}",
-                         hint="fetch it again, or take an encoder that transformers can build") from error
+        raise SbkitError("damaged-pretrained", f"{settings.source}: its config.json describes no encoder: "
+                         f"{first_line(error)}", value=settings.source,
+                         hint="download it again, or take an encoder that transformers can build") from error
     replace_layers(network)
     for name in kind.front:
         network.get_submodule(name).requires_grad_(not options.freeze_front)

@@ -44,9 +44,11 @@ class MaskSpans:
             share = config.get(f"mask_{axis}_prob", 0.0) if config.get("apply_spec_augment", True) else 0.0
         length = config.get(f"mask_{axis}_length", 10) if length is None else length
         if not 0 <= share <= 1:
-            raise SbkitError(f"mask_{axis}_prob is {share}, not a share between 0 and 1")
+            raise SbkitError("bad-value", f"mask_{axis}_prob is {share}, and must be a number from 0 to 1",
+                             key=f"mask_{axis}_prob", value=share)
         if length < 1:
-            raise SbkitError(f"mask_{axis}_length is {length}, but must be at least 1")
+            raise SbkitError("bad-value", f"mask_{axis}_length is {length}, and must be at least 1",
+                             key=f"mask_{axis}_length", value=length)
         return cls(float(share), int(length), int(config.get(f"mask_{axis}_min_masks", 0)))
 
     def draw(self, counts: Tensor, size: int) -> Tensor:
@@ -204,8 +206,9 @@ class Wav2Vec2(Network):
             self.min_samples = (self.min_samples - 1) * stride + kernel
         frame = max(self.min_samples, math.prod(config.conv_stride))
         if frame > _RATE:
-            raise SbkitError(f"{settings.source}: its config.json has conv_kernel and conv_stride that make a frame of "
-                             f"{frame / _RATE:,.0f} seconds", hint="fetch it again, or take another model")
+            raise SbkitError("unsupported-pretrained", f"{settings.source}: its config.json has conv_kernel and "
+                             f"conv_stride that make a frame of {frame / _RATE:,.0f} seconds", value=settings.source,
+                             hint="download it again, or take another model")
         model = make(self.auto, config)
         self.feature_extractor, self.feature_projection = model.feature_extractor, model.feature_projection
         self.encoder = model.encoder
@@ -279,7 +282,8 @@ class W2vBert(Network):
         super().__init__(settings, options, config)
         if config.position_embeddings_type != "relative_key" or config.feature_projection_input_dim != \
                 _BANDS * _STACKED:
-            raise SbkitError(f"{settings.source} is another w2v-BERT than 2.0 (position_embeddings_type "
+            raise SbkitError("unsupported-pretrained", value=settings.source, message=
+                             f"{settings.source} is another w2v-BERT than 2.0 (position_embeddings_type "
                              f"{config.position_embeddings_type}, {config.feature_projection_input_dim} features)",
                              hint="use facebook/w2v-bert-2.0 or a model trained from it")
         model = make(self.auto, config)
@@ -335,8 +339,10 @@ class FrameAdapter(nn.Module):
         super().__init__()
         self.proj, self.proj_layer_norm, self.layers = original.proj, original.proj_layer_norm, original.layers
         if any(shorter(_convolution(layer), 1) < 1 for layer in self.layers):
-            raise SbkitError("the layers between encoder and head (add_adapter) take more frames at once than a short "
-                             "utterance has", hint="take a model whose adapter_kernel_size is 3, as it usually is")
+            raise SbkitError("unsupported-pretrained",
+                             "the layers between encoder and head (add_adapter) take more frames "
+                             "at once than a short utterance has",
+                             hint="take a model whose adapter_kernel_size is 3, as it usually is")
 
     def frames(self, count: N) -> N:
         """Return the number of states for a number of frames."""
@@ -416,15 +422,16 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
     kinds = ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert", "whisper", "parakeet_encoder", "lasr_encoder")
     if kind not in kinds:
         problem = f"is of an unknown kind ({shown(kind)})" if kind else "has no model_type in its config.json"
-        raise SbkitError(f"the pretrained source {settings.source} {problem}",
-                         hint=f"sbkit knows {', '.join(kinds)}; XLS-R and MMS are wav2vec2")
+        raise SbkitError("unsupported-pretrained", f"the pretrained source {settings.source} {problem}",
+                         value=settings.source, hint=f"sbkit knows {', '.join(kinds)}; XLS-R and MMS are wav2vec2")
     if settings.sample_rate != _RATE:
-        raise SbkitError(f"the pretrained source {settings.source} takes {settings.sample_rate:,} samples a second, "
-                         f"but these families take {_RATE:,}", hint="take a model that was trained at that rate")
+        raise SbkitError("unsupported-pretrained", f"the pretrained source {settings.source} takes "
+                         f"{settings.sample_rate:,} samples per second, but these families take {_RATE:,}",
+                         value=settings.source, hint="take a model that was trained at that rate")
     try:
         import transformers
     except ImportError as error:
-        raise SbkitError(f"a pretrained encoder needs transformers ({error})",
+        raise SbkitError("missing-package", f"a pretrained encoder needs transformers ({error})",
                          hint="pip install 'sbkit[ssl]'") from error
     where = f"the config.json of {settings.source}"
     values = {"model_type": kind, **plain_values(settings.config, ENCODER_VALUES, where)}
@@ -435,7 +442,8 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
     try:
         return transformers.AutoConfig.for_model(**values)
     except Exception as error:  # of any kind: its checks differ by family
-        raise SbkitError(f"{settings.source}: transformers refuses its config.json: {first_line(error)}",
+        raise SbkitError("damaged-pretrained", f"{settings.source}: transformers refuses its config.json: "
+                         f"{first_line(error)}", value=settings.source,
                          hint="is the file complete and unchanged?") from error
 
 
@@ -448,8 +456,9 @@ def plain_values(content: Mapping[str, Any], ranges: Mapping[str, Any], where: s
     values = {name: value for name, value in content.items() if name in ranges and value is not None}
     for name, value in values.items():
         if not _fits(value, ranges[name]):
-            raise SbkitError(f"{where} has {name}: {shown(value)}, which no model that sbkit knows has",
-                             hint="fetch it again, or take another model")
+            raise SbkitError("damaged-pretrained",
+                             f"{where} has {name}: {shown(value)}, which no model that sbkit knows "
+                             "has", key=name, value=value, hint="download it again, or take another model")
     return values
 
 
@@ -481,7 +490,8 @@ def check_size(kind: type[Network], config: Any, source: str,  # each family has
               if shapes is None or shapes.get(name) != shape}
     if sum(unlike.values()) > (_MAX_NUMBERS if shapes is None else _MAX_UNKNOWN):
         name = max(unlike, key=unlike.__getitem__)
-        raise SbkitError(f"{source}: its config.json describes {sum(unlike.values()):,} numbers"
+        raise SbkitError("pretrained-mismatch", value=source, message=
+                         f"{source}: its config.json describes {sum(unlike.values()):,} numbers"
                          f"{'' if shapes is None else ' that its weights lack'}, such as {name}: "
                          f"{list(described[name])}",
                          hint="are its config.json and its weights of the same model?")
@@ -490,7 +500,8 @@ def check_size(kind: type[Network], config: Any, source: str,  # each family has
 def lowest(layers: nn.ModuleList, count: int | None) -> nn.ModuleList:
     """Return the lowest layers."""
     if count is not None and not 1 <= count <= len(layers):
-        raise SbkitError(f"layers is {count}, but the encoder has {len(layers)}",
+        raise SbkitError("bad-value",
+                         f"layers is {count}, but the encoder has {len(layers)}", key="layers", value=count,
                          hint=f"use 1 to {len(layers)}, or null for all")
     return layers[:count]
 

@@ -129,10 +129,10 @@ def local(source: str) -> Path | None:
     if folder.is_dir():
         return folder
     if folder.is_file():
-        raise SbkitError(f"the pretrained source {source} is a file",
+        raise SbkitError("no-such-path", f"the pretrained source {source} is a file", file=source,
                          hint=f"name the folder that holds it and {CONFIG}")
     if folder.is_absolute() or source.startswith((".", "~")) or not _REPOSITORY.fullmatch(source):
-        raise SbkitError(f"the pretrained source {source} does not exist",
+        raise SbkitError("no-such-path", f"the pretrained source {source} does not exist", file=source,
                          hint="name a folder, or a model of the Hugging Face Hub: owner/name or owner/name@revision")
     return None
 
@@ -142,7 +142,7 @@ def find(source: str, name: str) -> Path:
     folder = local(source)
     if folder is not None:
         if not (folder / name).is_file():
-            raise _NoSuchFile(f"{folder} has no {name}",
+            raise _NoSuchFile("damaged-pretrained", f"{folder} has no {name}", file=folder / name,
                               hint="name a folder that was written by save_pretrained of transformers")
         return folder / name
     from huggingface_hub import (
@@ -169,8 +169,11 @@ def find(source: str, name: str) -> Path:
     except Exception as error:  # any error of the network or the hub
         lost = isinstance(error, errors.LocalEntryNotFoundError)  # for lack of a network, also an EntryNotFoundError
         if isinstance(error, errors.EntryNotFoundError) and not lost:
-            raise _NoSuchFile(f"{source} has no {name}", hint="is it a model for transformers?") from error
+            raise _NoSuchFile("damaged-pretrained", f"{source} has no {name}", hint="is it a model for transformers?",
+                              file=name) from error
+        code = "hub-refused"
         if constants.HF_HUB_OFFLINE:
+            code = "no-network"
             what = (f"no folder has this name, its {name} is not in the hub's cache, and HF_HUB_OFFLINE forbids "
                     "downloads")
             hint = "unset HF_HUB_OFFLINE to download it, or name a folder"
@@ -182,12 +185,13 @@ def find(source: str, name: str) -> Path:
             what = "no folder has this name, and the hub has no such model, or it is private"
             hint = "check the name; for a private one `hf auth login` or set HF_TOKEN"
         else:  # the hub's own error, if it has one below it, is a paragraph of advice
+            code = "no-network"
             reason = error.__cause__ if lost and isinstance(error.__cause__, Exception) else error
             what = (f"no folder has this name, and its {name} can't be downloaded from {constants.ENDPOINT}: "
                     f"{first_line(reason)}")
             hint = ("with a network, starting again continues the download; without one, name a folder, or set HF_HOME "
                     "to a cache that has it")
-        raise SbkitError(f"the pretrained source {source}: {what}", hint=hint) from error
+        raise SbkitError(code, f"the pretrained source {source}: {what}", hint=hint, value=source) from error
 
 
 def present(source: str, name: str) -> Path | None:
@@ -209,24 +213,27 @@ def weights(source: str) -> list[Path]:
         files = read_object(path).get("weight_map")
         shards = list(files.values()) if isinstance(files, dict) else []
         if not shards or not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
-            raise SbkitError(f"{path} names no files of weights", hint="download it again")
+            raise SbkitError("damaged-pretrained", f"{path} names no files of weights", hint="download it again",
+                             file=path)
         paths = []
         for shard in sorted(set(shards)):
             shard_path = present(source, shard)
             if shard_path is None:
-                raise SbkitError(f"{path.parent} lacks {shard}, one of the files that {path.name} names",
+                raise SbkitError("damaged-pretrained",
+                                 f"{path.parent} lacks {shard}, one of the files that {path.name} "
+                                 "names", file=path.parent / shard,
                                  hint="the download is incomplete: download it again")
             paths.append(shard_path)
         return paths
-    raise SbkitError(f"the pretrained source {source} has no weights",
+    raise SbkitError("damaged-pretrained", f"the pretrained source {source} has no weights", value=source,
                      hint=f"it must have one of {', '.join(WEIGHTS)}")
 
 
 def check_language(language: object) -> None:
     """Raise unless this can be MMS's code of a language; it becomes part of a file's name."""
     if not (isinstance(language, str) and _LANGUAGE.fullmatch(language)):
-        raise SbkitError(f"adapter_language is {language!r}, which is no language code",
-                         hint="MMS has codes such as fra or uig-script_arabic")
+        raise SbkitError("bad-value", f"adapter_language is {language!r}, which is no language code",
+                         key="adapter_language", value=language, hint="MMS has codes such as fra or uig-script_arabic")
 
 
 def adapter(source: str, language: str) -> Path:
@@ -247,7 +254,8 @@ def adapter(source: str, language: str) -> Path:
             hint = f"copy {name} into it"
             if languages:
                 hint = f"it has those of {', '.join([*languages[:_LISTED], *more])}"
-        raise SbkitError(f"{source} has no adapter for the language {language} ({name})", hint=hint) from None
+        raise SbkitError("no-language-adapter", f"{source} has no adapter for the language {language} ({name})",
+                         hint=hint, key="adapter_language", value=language) from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -255,8 +263,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         values = untrusted.read_json(path, _MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
-        raise SbkitError(f"{path} can't be read: {error}",
+        raise SbkitError("damaged-pretrained", f"{path} can't be read: {error}", file=path,
                          hint="if the download is incomplete, download it again") from error
     if not isinstance(values, dict):
-        raise SbkitError(f"{path} does not hold a JSON object", hint="download it again")
+        raise SbkitError("damaged-pretrained", f"{path} does not hold a JSON object",
+                         hint="download it again", file=path)
     return values

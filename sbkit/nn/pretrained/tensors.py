@@ -54,7 +54,8 @@ def _safetensors(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
         return {name: (lambda name=name: file.get_tensor(name), tuple(file.get_slice(name).get_shape()))
                 for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise SbkitError(f"{path} is incomplete or not a safetensors file: {error}", hint=_AGAIN) from error
+        raise SbkitError("damaged-pretrained", f"{path} is incomplete or not a safetensors file: {error}", hint=_AGAIN,
+                         file=path) from error
 
 
 def _saved(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
@@ -62,13 +63,13 @@ def _saved(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
     try:
         state = untrusted.load_tensors(path, mmap=True)
     except pickle.UnpicklingError as error:
-        raise SbkitError(f"{path} holds more than tensors, so loading it could run code",
+        raise SbkitError("unsafe-file", f"{path} holds more than tensors, so loading it could run code", file=path,
                          hint="save the model again with transformers: save_pretrained writes safetensors") from error
     except (OSError, ValueError) as error:
-        raise SbkitError(f"{path} is incomplete or not a file of torch.save: {first_line(error)}",
-                         hint=_AGAIN) from error
+        raise SbkitError("damaged-pretrained", f"{path} is incomplete or not a file of torch.save: {first_line(error)}",
+                         hint=_AGAIN, file=path) from error
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise SbkitError(f"{path} does not map names to tensors",
+        raise SbkitError("damaged-pretrained", f"{path} does not map names to tensors", file=path,
                          hint="name a folder that was written by save_pretrained of transformers")
     return {name: (lambda value=value: value, tuple(value.shape)) for name, value in state.items()}
 
@@ -92,14 +93,15 @@ def check(model: nn.Module, files: TensorFiles, source: str) -> list[str]:
     missing = needed.keys() - files.shapes.keys()
     random = missing & set(getattr(model, "reinitialised", ()))
     if missing - random:
-        raise SbkitError(f"{source} lacks {len(missing - random)} of the {len(needed)} tensors that its encoder needs: "
-                         f"{_groups(missing - random)}",
+        raise SbkitError("pretrained-mismatch", f"{source} lacks {len(missing - random)} of the {len(needed)} tensors "
+                         f"that its encoder needs: {_groups(missing - random)}", value=source,
                          hint="are its config.json and its weights of the same model?")
     wrong = {name for name in needed.keys() & files.shapes.keys() if needed[name] != files.shapes[name]}
     if wrong:
         name = min(wrong)
-        raise SbkitError(f"{source}: {len(wrong)} tensors have another shape than its config.json says, such as "
-                         f"{name}: {list(files.shapes[name])}, not {list(needed[name])}",
+        raise SbkitError("pretrained-mismatch",
+                         f"{source}: {len(wrong)} tensors have another shape than its config.json "
+                         f"says, such as {name}: {list(files.shapes[name])}, not {list(needed[name])}", value=source,
                          hint="are its config.json and its weights of the same model?")
     surplus = files.shapes.keys() - needed.keys()
     lines = [f"{len(needed) - len(random)} tensors loaded"]

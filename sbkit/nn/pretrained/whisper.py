@@ -55,8 +55,8 @@ class Whisper(Network):
             limit = self.max_frames * _STRIDE * HOP
             longest_samples = int(samples.max())  # syncs with the host
             if longest_samples > limit:
-                raise SbkitError(f"Whisper's encoder takes at most {self.longest_seconds:g} s, but an utterance has "
-                                 f"{longest_samples / _RATE:g} s",
+                raise SbkitError("clip-too-long", f"Whisper's encoder takes at most {self.longest_seconds:g} s, but an "
+                                 f"utterance has {longest_samples / _RATE:g} s", key="corpus.max_duration",
                                  hint="leave out longer ones with corpus.max_duration")
             signals = signals[:, :limit]
         longest = self.frames(signals.shape[1])

@@ -72,4 +72,5 @@ def for_stream(acoustic_model: AcousticModel) -> Iterator[Missing]:
 def check(requirements: Iterator[Missing]) -> None:
     """Raise for the first unmet requirement."""
     for missing in requirements:
-        raise SbkitError(f"this model can't run on a stream: {missing.reason}", hint=f"train with {missing.instead}")
+        raise SbkitError("not-streamable", f"this model can't run on a stream: {missing.reason}",
+                         key=missing.argument or missing.part, hint=f"train with {missing.instead}")

@@ -45,10 +45,12 @@ class CTCDecoding(Decoding):
         arguments = options(request, self.keys)
         weight = self.keys.ctc_weight
         if set(arguments) - {"beam", "nbest"} or request.tune_lm:
-            raise SbkitError("the joint search takes no language model, no word score and no hot words",
-                             hint="leave them out, or --joint")
+            raise SbkitError("conflicting-options",
+                             "the joint search takes no language model, no word score and no hot "
+                             "words", key="joint", hint="leave these options out, or leave out --joint")
         if weight == 1:
-            raise SbkitError(f"{request.run} has no trained attention decoder: its recipe says ctc_weight: {weight}",
+            raise SbkitError("no-such-search", f"{request.run} has no trained attention decoder: its recipe says "
+                             f"ctc_weight: {weight}", key="joint",
                              hint="train with less than 1, such as --ctc_weight 0.3, or leave out --joint")
         if request.ctc_weight is not None:
             arguments["ctc_weight"] = request.ctc_weight

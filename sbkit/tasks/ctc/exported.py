@@ -98,7 +98,8 @@ class ExportedCTC(ExportedRecogniser):
 
         if model.chunks is None:
             if chunk is not None:
-                raise SbkitError("--chunk needs a model that was trained in chunks, but the recipe has no chunks",
+                raise SbkitError("no-chunks", "--chunk needs a model that was trained in chunks, but the recipe has no "
+                                 "chunks", key="chunk",
                                  hint="train one with hparams/streaming.yaml, or leave out --chunk")
             return [whole()]
         frame_seconds = model.subsampling * model.hop_samples / rate

@@ -34,7 +34,7 @@ class CTCKeys(EncoderKeys):
     def ends(self) -> tuple[int, int]:
         """The ids that begin and end a sentence; raises if the recipe has none, since joint training needs them."""
         if self.bos_index is None or self.eos_index is None:
-            raise SbkitError("the attention decoder needs bos_index and eos_index",
+            raise SbkitError("missing-key", "the attention decoder needs bos_index and eos_index", key="bos_index",
                              hint="set both to ids of the tokenizer that are no text, such as 1 and 2")
         return self.bos_index, self.eos_index
 

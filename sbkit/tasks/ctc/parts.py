@@ -23,7 +23,7 @@ def stack(encoder: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
         layers = getattr(part, "layers", None)
         if isinstance(part, nn.Module) and isinstance(layers, nn.ModuleList):
             return part, layers
-    raise SbkitError(f"{type(encoder).__name__} has no list of layers",
+    raise SbkitError("no-such-part", f"{type(encoder).__name__} has no list of layers", key="intermediate_ctc",
                      hint="intermediate_ctc needs encoder.layers or layers")
 
 
@@ -42,8 +42,8 @@ def layer_outputs(encoder: nn.Module, layers: Sequence[int]) -> Iterator[list[Te
     inside, stacked = stack(encoder)
     count = len(stacked)
     if not all(1 <= layer < count for layer in layers):
-        raise SbkitError(f"intermediate_layers {list(layers)}: the encoder has {count} layers",
-                         hint=f"use numbers from 1 to {count - 1}")
+        raise SbkitError("bad-value", f"intermediate_layers is {list(layers)}, but the encoder has {count} layers",
+                         key="intermediate_layers", value=list(layers), hint=f"use numbers from 1 to {count - 1}")
     norm = getattr(inside, "norm", None) or nn.Identity()
 
     def keep(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> None:

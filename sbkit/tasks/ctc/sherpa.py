@@ -109,12 +109,12 @@ class SherpaWhole(Target):
         norm = graph.normalize
         normalized = isinstance(norm, features.Normalization) and norm.sentence and norm.deviation
         if not normalized and not getattr(graph.encoder, "normalizes_loudness", False):
-            raise SbkitError("sherpa-onnx makes all recordings equally loud, but this model wasn't trained on such "
-                             "recordings",
+            raise SbkitError("sherpa-mismatch", "sherpa-onnx makes all recordings equally loud, but this model wasn't "
+                             "trained on such recordings", key="normalize",
                              hint="train with normalize: norm_type: sentence, or leave out --target sherpa")
         if sample_rate != 16_000:
-            raise SbkitError(f"sherpa-onnx gives this kind of model 16000 samples a second, but it takes {sample_rate}",
-                             hint="leave out --target sherpa")
+            raise SbkitError("sherpa-mismatch", "sherpa-onnx gives this kind of model 16000 samples per second, but it "
+                             f"takes {sample_rate}", key="sample_rate", hint="leave out --target sherpa")
         self.graph, self.acoustic_model, self.compared, self.sample_rate = graph, acoustic_model, compared, sample_rate
 
     def write(self, folder: Path, config: Config) -> None:
@@ -172,7 +172,9 @@ class CTCStream(SherpaStream):
     def __init__(self, acoustic_model: AcousticModel, milliseconds: int, compared: Compare):
         super().__init__(acoustic_model, milliseconds, compared)
         if self.graph.step.subsampling % _STREAM_SUBSAMPLING:
-            raise SbkitError("sherpa-onnx assumes frames of 40 ms in a streaming model, but this model has frames of "
+            raise SbkitError("sherpa-mismatch",
+                             "sherpa-onnx assumes frames of 40 ms in a streaming model, but this model "
+                             "has frames of "
                              f"{10 * self.graph.step.subsampling} ms",
                              hint="train with frames of 40 ms, or a multiple of that, or leave out --target sherpa")
 

@@ -98,15 +98,17 @@ def write(folder: Path, run: Path, acoustic_model: AcousticModel, tokenizer: Tok
     try:
         built = load_hyperpyyaml(text)
     except Exception as error:
-        raise SbkitError(f"SpeechBrain can't build what the recipe describes: {summary(error)}") from error
+        raise SbkitError("speechbrain-mismatch", f"SpeechBrain can't build what the recipe describes: {summary(error)}",
+                         hint="export without --target speechbrain") from error
     learned = [part for part in parts if part.learned]
     for module, part in zip(built["model"], learned, strict=True):
         state = _fixed_state(part.module) if part.fixed else part.module.state_dict()
         own = module.state_dict()
         missing = sorted(set(own) - set(state))
         if missing:
-            raise SbkitError(f"{part.key}: the recipe describes weights that were not trained: {missing[0]} (and "
-                             f"{len(missing) - 1} more)", hint=f"has the run's {layout.RECIPE} been changed?")
+            raise SbkitError("speechbrain-mismatch", f"{part.key}: the recipe describes weights that were not trained: "
+                             f"{missing[0]} (and {len(missing) - 1} more)", key=part.key,
+                             hint=f"has the run's {layout.RECIPE} been changed?")
         module.load_state_dict({key: state[key] for key in own})
     keys = {str(place): part.key for place, part in enumerate(learned)}
     save_model(built["model"], str(folder / layout.WEIGHTS), metadata={"format": "pt", PARTS: json.dumps(keys)})

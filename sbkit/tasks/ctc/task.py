@@ -80,7 +80,8 @@ class CTC(Task):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if isinstance(self.keys.decoder, JointSearch) and not self.joint:
-            raise SbkitError("the recipe's decoder is a JointSearch, but ctc_weight: 1.0 trains no attention decoder",
+            raise SbkitError("clash", "the recipe's decoder is a JointSearch, but ctc_weight: 1.0 trains no attention "
+                             "decoder", key="decoder",
                              hint="set ctc_weight below 1, such as 0.3, or use another decoder")
         self.learning = LearningMonitor("ctc", self.keys, self.checkpointer)
         # Built now, since it probes the layers, which must not happen while a failing step is diagnosed.
@@ -224,7 +225,9 @@ class CTC(Task):
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Train; refuse a warm-up of the consistency that is a share of an unknown number of steps."""
         if self.keys.consistency and self.keys.consistency_warmup and not self._run_steps and not self.test_only:
-            raise SbkitError("consistency_warmup is a share of the run, whose number of steps isn't known here",
+            raise SbkitError("unknown-steps",
+                             "consistency_warmup is a share of the run, whose number of steps isn't known "
+                             "here", key="consistency_warmup",
                              hint="call open_run(texts, steps) before fit, or set consistency_warmup: 0")
         super().fit(*args, **kwargs)
 

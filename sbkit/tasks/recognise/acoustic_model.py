@@ -205,8 +205,9 @@ class AcousticModel:
             made = encoded.shape[1]
             longest = self._after(source.shape[1])
             if made != longest and self.encoder_rule is None:
-                raise SbkitError(f"{type(self.encoder).__name__} makes {made} frames of {longest}, but has no method "
-                                 "frames, so it is unknown how many of them belong to each utterance of a batch",
+                raise SbkitError("unknown-lengths", f"{type(self.encoder).__name__} makes {made} frames of {longest}, "
+                                 "but has no method frames, so it is unknown how many of them belong to each "
+                                 "utterance of a batch",
                                  hint="def frames(self, frames): return the number of its output frames for a number "
                                       "of input frames, an int or a tensor [B], such as (frames + 3) // 4")
             encoded = encoded[:, :longest]

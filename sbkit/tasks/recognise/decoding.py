@@ -47,4 +47,5 @@ class Decoding(ABC):
 
     def joint_search(self, request: EvaluateRequest) -> Search:
         """Build the search with CTC and the attention decoder that an evaluation asks for; raises if there is none."""
-        raise SbkitError("the model has no attention decoder, so it can't use --joint", hint="leave it out")
+        raise SbkitError("no-such-search", "the model has no attention decoder, so it can't use --joint", key="joint",
+                         hint="leave it out")

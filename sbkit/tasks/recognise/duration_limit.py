@@ -63,7 +63,8 @@ def refuse_longer(keys: EncoderKeys, manifests: Mapping[str, Manifest]) -> None:
             problems.append(f"{split}: {len(places)} of {len(manifest)} utterances are longer than the "
                             f"{max_seconds:g} s that the encoder takes: {ids}")
     if problems:
-        raise SbkitError("; ".join(problems), hint="leave them out, with max_duration: "
+        raise SbkitError("clip-too-long", "; ".join(problems), key="corpus.max_duration", hint="leave them out, with "
+                         "max_duration: "
                          f"{_max_duration(keys, max_seconds):g} and limit_splits: [{', '.join(manifests)}] under "
                          "corpus, or cut them")
 

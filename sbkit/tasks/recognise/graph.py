@@ -93,8 +93,8 @@ def closed_form(rule: LengthRule) -> tuple[int, int]:
     for shift in range(-4 * rule.factor, 4 * rule.factor):
         if all((t + shift) // rule.factor == rule.outputs[t] for t in range(1, len(rule.outputs))):
             return rule.factor, shift
-    raise SbkitError("the front end doesn't turn T frames into (T + a) // b, so its lengths can't be exported",
-                     hint="use convolutions with padding 'same', which do")
+    raise SbkitError("not-exportable", "the front end doesn't turn T frames into (T + a) // b, so its lengths can't be "
+                     "exported", key="CNN", hint="use convolutions with padding 'same', which do")
 
 
 def trace(graph: Graph) -> torch.export.ExportedProgram:

@@ -78,8 +78,9 @@ class LiveTest:
     def __init__(self, acoustic_model: AcousticModel, keys: EncoderKeys, decoding: Decoding,
                  chunk: Sequence[int | None]):
         if keys.chunks is None:
-            raise SbkitError("--chunk needs a model that was trained in chunks, but the recipe has no chunks",
-                             hint="train one with hparams/streaming.yaml, or leave out --chunk")
+            raise SbkitError("no-chunks",
+                             "--chunk needs a model that was trained in chunks, but the recipe has no chunks",
+                             key="chunk", hint="train one with hparams/streaming.yaml, or leave out --chunk")
         self.acoustic_model = acoustic_model
         self.keys = keys
         self.decoding = decoding
@@ -90,8 +91,9 @@ class LiveTest:
         """The context of frames with chunks of each size; None: the whole utterance."""
         for one in (*self.chunk, None):
             if one is not None and one not in sizes:
-                raise SbkitError(f"--chunk {one}: the model wasn't trained for chunks of {one} ms",
-                                 hint=f"it was trained for {', '.join(map(str, sorted(sizes)))} and {chunk_size.WHOLE}")
+                raise SbkitError("untrained-chunk", f"--chunk {one}: the model wasn't trained for chunks of {one} ms",
+                                 key="chunk", value=one, hint="it was trained for "
+                                 f"{', '.join(map(str, sorted(sizes)))} and {chunk_size.WHOLE}")
             self.configs[one] = None if one is None else keys.chunks.config(sizes[one])
 
     def scores(self, feats: Tensor, frames: Tensor, first: DecoderScores) -> list[DecoderScores]:

@@ -78,8 +78,9 @@ def best_weights(recorder: Recorder, rows: Sequence[Any]) -> tuple[FusionWeights
     references = [rows[i].reference.split() for i in scored]
     total = sum(ranks.gather_objects(sum(map(len, references))))
     if not total:
-        raise SbkitError("no utterance of the dev split has a reference, so the language model's weight can't be tuned",
-                         hint="give --lm-weight and --word-score instead of --tune-lm")
+        raise SbkitError("no-references",
+                         "no utterance of the dev split has a reference, so the language model's weight "
+                         "can't be tuned", key="tune-lm", hint="give --lm-weight and --word-score instead of --tune-lm")
     tried: dict[tuple[float, float], float] = {}
 
     def rate(transcripts: list[list[str]]) -> float:
@@ -121,8 +122,8 @@ def options(request: EvaluateRequest, keys: EncoderKeys) -> dict[str, Any]:
         for phrase, boost in hot_words(request.hot_words).items():
             text = keys.corpus.text(phrase)
             if not text:
-                raise SbkitError(f"the run's text rules leave nothing of the hot word {phrase!r}",
-                                 hint="write words as they are spoken")
+                raise SbkitError("bad-value", f"the run's text rules leave nothing of the hot word {phrase!r}",
+                                 hint="write words as they are spoken", key="hot-word", value=phrase)
             normalised[text] = max(boost, normalised.get(text, boost))
         arguments["hot_words"] = normalised
     return arguments

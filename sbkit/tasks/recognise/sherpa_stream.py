@@ -108,8 +108,9 @@ class SherpaStream(Target):
         settings = {**bank.settings, "high": bank.settings["high"] or bank.sample_rate / 2}
         other = ", ".join(f"{name}: {settings[name]}" for name, value in _FEATURES.items() if settings[name] != value)
         if other:
-            raise SbkitError("sherpa-onnx computes other features for streams than this model was trained on "
-                             f"({other})", hint="train with the compute_features of hparams/streaming.yaml, or leave "
+            raise SbkitError("sherpa-mismatch", "sherpa-onnx computes other features for streams than this model was "
+                             f"trained on ({other})", key="compute_features",
+                             hint="train with the compute_features of hparams/streaming.yaml, or leave "
                              "out --target sherpa")
         self.acoustic_model = acoustic_model
         self.graph = graph
@@ -184,7 +185,8 @@ def chunk_milliseconds(chunks: Chunks, frame_seconds: float, milliseconds: int |
     if milliseconds is None:
         return min(sizes, key=lambda each: abs(each - _MILLISECONDS))
     if milliseconds not in sizes:
-        raise SbkitError(f"--chunk {milliseconds}: the model wasn't trained for chunks of {milliseconds} ms",
+        raise SbkitError("untrained-chunk", f"--chunk {milliseconds}: the model wasn't trained for chunks of "
+                         f"{milliseconds} ms", key="chunk", value=milliseconds,
                          hint=f"it was trained for {', '.join(map(str, sizes))}")
     return milliseconds
 
@@ -195,8 +197,9 @@ def check_version() -> None:
 
     version = version_of("sherpa-onnx")
     if version is not None and Version(version) < Version(VERSION):
-        raise SbkitError(f"sherpa-onnx {version} computes other features for streams than this model was trained on: "
-                         f"{VERSION} or later is needed", hint=f"pip install 'sherpa-onnx>={VERSION}'")
+        raise SbkitError("missing-package",
+                         f"sherpa-onnx {version} computes other features for streams than this model "
+                         f"was trained on: {VERSION} or later is needed", hint=f"pip install 'sherpa-onnx>={VERSION}'")
 
 
 def imported() -> ModuleType:
@@ -204,8 +207,9 @@ def imported() -> ModuleType:
     try:
         import sherpa_onnx
     except ImportError:
-        raise SbkitError("sherpa-onnx is not installed, but is needed to test a model for it before it is published",
-                         hint="pip install 'sbkit[sherpa]'") from None
+        raise SbkitError("missing-package",
+                         "sherpa-onnx is not installed, but is needed to test a model for it before it "
+                         "is published", hint="pip install 'sbkit[sherpa]'") from None
     return sherpa_onnx
 
 

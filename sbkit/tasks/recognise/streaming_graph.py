@@ -160,8 +160,8 @@ def check_steps(acoustic_model: AcousticModel, signal: Tensor) -> None:
     stepped = encode_in_chunks(acoustic_model.encoder, embedded, frames, acoustic_model.subsampling, config)
     expected, found = (acoustic_model.scores(states[:, : int(counts)]) for states in (trained, stepped))
     if not torch.allclose(expected, found, atol=1e-3, rtol=1e-3):
-        raise SbkitError("the encoder's outputs on a stream, step by step, differ from those in the chunks of its "
-                         f"training by up to {float((expected - found).abs().max()):.2g}",
+        raise SbkitError("not-streamable", "the encoder's outputs on a stream, step by step, differ from those in the "
+                         f"chunks of its training by up to {float((expected - found).abs().max()):.2g}",
                          hint="your own code changes what its layers compute; without that it can run on a stream")
 
 

@@ -122,15 +122,18 @@ class Transcriber:
             self.search = self.decoding.joint_search(request)
             return
         if request.ctc_weight is not None:
-            raise SbkitError("--ctc-weight is for the search with CTC and the attention decoder", hint="add --joint")
+            raise SbkitError("bad-option", "--ctc-weight is for the search with CTC and the attention decoder",
+                             key="ctc-weight", hint="add --joint")
         if not request.lm and (request.tune_lm or request.lm_weight is not None):
-            raise SbkitError("there is no language model to weight", hint="name one: --lm FILE.arpa (see sbkit lm)")
+            raise SbkitError("bad-option", "--lm-weight and --tune-lm need a language model", key="lm",
+                             hint="name one: --lm FILE.arpa (see sbkit lm)")
         search = self.keys.decoder
         arguments = options(request, self.keys)
         if arguments:
             if self.decoding.search_class is None:
                 option = next(iter(arguments)).replace("_", "-").removesuffix("s")  # --hot-word fills hot_words
-                raise SbkitError(f"the model has no search that takes --{option}", hint="leave it out")
+                raise SbkitError("no-such-search", f"the model has no search that takes --{option}", key=option,
+                                 hint="leave it out")
             search = self.decoding.search_class(self.keys.tokenizer, blank_id=self.keys.blank_index, **arguments)
         if search is not None:
             self.complete(search)
@@ -143,7 +146,8 @@ class Transcriber:
         """
         nbest = getattr(self.search, "nbest", 1)  # a recipe's own search may give one transcript only
         if nbest > 1 and chunk[0] is not None:
-            raise SbkitError("--nbest lists the transcripts of the first size of --chunk, but a stream has only one",
+            raise SbkitError("conflicting-options", "--nbest lists the transcripts of the first size of --chunk, but a "
+                             "stream has only one", key="nbest",
                              hint="name whole first, as in --chunk whole,320, or leave out --nbest")
         self.live = LiveTest(self.acoustic_model, self.keys, self.decoding, chunk)
         self.test_context = self.live.configs[chunk[0]]

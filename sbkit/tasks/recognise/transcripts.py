@@ -104,8 +104,8 @@ class ASRResults(Results):
     def check(self) -> None:
         """Raise if no utterance has a reference."""
         if not len(self.words):
-            raise SbkitError(f"none of the {self.utterances} utterances has a reference, so there is nothing to score",
-                             hint="a corpus to score on needs transcripts")
+            raise SbkitError("no-references", f"none of the {self.utterances} utterances has a reference, so there is "
+                             "nothing to score", hint="score on a corpus with transcripts")
 
     def facts(self) -> dict[str, Any]:
         summary = self.words.summary()

@@ -212,8 +212,10 @@ class Verification(Task):
             return
         trials, missing = verification.from_list(verification.read_list(keys.trials), manifest.ids)
         if not len(trials.same):
-            raise SbkitError(f"trials: {keys.trials} names no recording of the test set, whose ids are like "
-                             f"{manifest.ids[0]}", hint="name another list, or null: all pairs of its recordings")
+            raise SbkitError("trials-not-in-test",
+                             f"trials: {keys.trials} names no recording of the test set, whose ids "
+                             f"are like {manifest.ids[0]}", file=keys.trials, key="trials",
+                             hint="name another list, or null: all pairs of its recordings")
         if missing:
             logger.warning("The test set lacks a recording of %d of the %d trials of %s, which are left out", missing,
                            missing + len(trials.same), keys.trials)

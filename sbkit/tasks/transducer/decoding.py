@@ -49,7 +49,8 @@ class TransducerDecoding(Decoding):
         search.joint = self._joint()
 
     def joint_search(self, request: EvaluateRequest) -> Search:
-        raise SbkitError("a transducer has no attention decoder, so it can't use --joint", hint="leave it out")
+        raise SbkitError("no-such-search", "a transducer has no attention decoder, so it can't use --joint",
+                         key="joint", hint="leave it out")
 
     def _joint(self) -> TorchJoint:
         return TorchJoint(self.keys.transducer, self.keys.blank_index)

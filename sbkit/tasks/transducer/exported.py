@@ -172,8 +172,8 @@ class ExportedTransducer(ExportedRecogniser):
         sherpa_stream.imported()
         model = self.acoustic_model
         if model.chunks is None:
-            raise SbkitError("sherpa-onnx runs a transducer in chunks, but the recipe has no chunks",
-                             hint="train one with hparams/transducer.yaml, or leave out --target")
+            raise SbkitError("no-chunks", "sherpa-onnx runs a transducer in chunks, but the recipe has no chunks",
+                             key="chunks", hint="train one with hparams/transducer.yaml, or leave out --target")
         frame_seconds = model.subsampling * model.hop_samples / self.sample_rate
         milliseconds = sherpa_stream.chunk_milliseconds(model.chunks, frame_seconds, chunk)
         target = SherpaTransducer(model, milliseconds, self.compared, self.keys.transducer,

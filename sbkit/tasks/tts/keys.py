@@ -58,9 +58,10 @@ class TTSKeys(TaskKeys):
         for name, folder, recipe in (("codec", self.codec, "codec"), ("recogniser", self.recogniser, "ctc")):
             hint = f"name a bundle, --{name} BUNDLE: sbkit export makes one of a run of hparams/{recipe}.yaml"
             if folder is None:
-                missing.append(Problem(name, "it is null, but a voice can't be trained without it", hint))
+                missing.append(Problem(name, "it is null, but a voice can't be trained without it", hint,
+                                       "missing-key"))
             elif not Path(folder, layout.CONFIG).is_file():
-                missing.append(Problem(name, f"there is no bundle in {folder}", hint))
+                missing.append(Problem(name, f"there is no bundle in {folder}", hint, "no-such-path"))
         if missing:
             return missing
         for name, folder, kind in (("codec", self.codec, layout.CodecConfig),
@@ -69,10 +70,11 @@ class TTSKeys(TaskKeys):
                 found = layout.read(folder or "")
                 if not isinstance(found, kind):
                     other.append(Problem(name, f"the bundle {folder} has {found.what}, but {kind.what} is needed here",
-                                         f"name another one: --{name} BUNDLE"))
+                                         f"name another one: --{name} BUNDLE", "wrong-bundle-kind"))
                 elif name == "codec" and found.sample_rate != self.sample_rate:
                     other.append(Problem("sample_rate", f"it is {self.sample_rate}, but the codec's is "
-                                         f"{found.sample_rate}", f"--sample_rate {found.sample_rate}"))
+                                         f"{found.sample_rate}", f"--sample_rate {found.sample_rate}",
+                                         "sample-rate"))
         return other or list(self._other_codec())
 
     def _other_codec(self) -> Iterator[Problem]:
@@ -92,10 +94,11 @@ class TTSKeys(TaskKeys):
                 shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, ValueError, RecursionError) as error:
             yield Problem("codec", f"{path} cannot be read: {first_line(error)}",
-                          "is it a codec's bundle? export it again")
+                          "is it a codec's bundle? export it again", "damaged-bundle")
             return
         if not isinstance(defined, dict):
-            yield Problem("codec", f"{path} does not say what its parts are", "is it a codec's bundle? export it again")
+            yield Problem("codec", f"{path} does not say what its parts are", "is it a codec's bundle? export it again",
+                          "damaged-bundle")
             return
         for name in CODEC_PARTS:
             part, theirs = getattr(self, name), defined.get(name)
@@ -107,11 +110,11 @@ class TTSKeys(TaskKeys):
             own = {f"{name}.{key}": tuple(value.shape) for key, value in part.state_dict().items()}
             there = {key: shape for key, shape in shapes.items() if key.startswith(f"{name}.")}
             if numbers:
-                yield Problem(name, f"it is not the codec's: {', '.join(numbers)}", hint)
+                yield Problem(name, f"it is not the codec's: {', '.join(numbers)}", hint, "other-codec")
             elif own != there:
                 first = sorted(own.items() ^ there.items())[0][0]
                 yield Problem(name, f"it is not the codec's: {first} is in only one of them, or has another shape",
-                              hint)
+                              hint, "other-codec")
 
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()

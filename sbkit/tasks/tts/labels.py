@@ -72,21 +72,25 @@ class VoiceLabels:
                 durations = tensors["frames"].astype(np.int64)
                 ends = tensors["ends"].astype(np.int64)
             except (OSError, SafetensorError, KeyError) as error:
-                raise SbkitError(f"{path} cannot be read: {first_line(error)}", hint=_AGAIN) from None
+                raise SbkitError("damaged-labels", f"{path} cannot be read: {first_line(error)}", hint=_AGAIN,
+                                 file=path) from None
             if durations.ndim != 1 or ends.ndim != 1 or list(ends[-1:]) != [len(durations)] \
                     or np.diff(ends, prepend=0).min() < 1:
-                raise SbkitError(f"{path} is damaged: it doesn't say where each utterance's durations end", hint=_AGAIN)
+                raise SbkitError("damaged-labels",
+                                 f"{path} is damaged: it doesn't say where each utterance's durations "
+                                 "end", hint=_AGAIN, file=path)
             frames = np.split(durations, ends[:-1])
             places = self._places[folder.name] = {}
             if len(frames) != len(codes):
-                raise SbkitError(f"{folder} has codes of {len(codes)} utterances, but durations of {len(frames)}",
-                                 hint=_AGAIN)
+                raise SbkitError("damaged-labels", f"{folder} has codes of {len(codes)} utterances, but durations of "
+                                 f"{len(frames)}", hint=_AGAIN, file=folder)
             symbols.look_up(utterance.text or "" for utterance in codes)
             for number, (utterance, row) in enumerate(zip(codes, frames, strict=True)):
                 text = utterance.text or ""
                 if len(row) != len(symbols.encode(text)) + 2 or row.min() < 0 or row.sum() != len(utterance.codes):
-                    raise SbkitError(f"{folder}: the durations of {utterance.id} don't match its text and codes",
-                                     hint=_AGAIN)
+                    raise SbkitError("damaged-labels",
+                                     f"{folder}: the durations of {utterance.id} don't match its text "
+                                     "and codes", hint=_AGAIN, file=folder)
                 places[utterance.id, text] = codes, number, row
 
     def __len__(self) -> int:
@@ -140,7 +144,7 @@ def _write(path: Path, facts: Mapping[str, Any]) -> None:
 def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
     """Label a corpus, unless it was already labelled with the same codec and recogniser."""
     for problem in keys.wrong_bundles():
-        raise SbkitError(f"{problem.key}: {problem.message}", hint=problem.hint)
+        raise SbkitError(problem.code, f"{problem.key}: {problem.message}", hint=problem.hint, key=problem.key)
     assert keys.codec is not None and keys.recogniser is not None, "they would be absent"
     codec, aligner = bundles.codec(keys.codec), bundles.aligner(keys.recogniser)
     try:
@@ -183,8 +187,8 @@ def _refuse_others(keys: TTSKeys, facts: Mapping[str, Any]) -> None:
     trained_on = pinned_facts(keys) or label_facts(keys)
     if initial.fresh(keys) or trained_on is None or _match(trained_on, facts):
         return
-    raise SbkitError(f"the labels in {keys.labels}, on which the checkpoints depend, are of another codec, "
-                     "recogniser or corpus",
+    raise SbkitError("changed-source", f"the labels in {keys.labels}, on which the checkpoints depend, are of another "
+                     "codec, recogniser or corpus", file=keys.labels, key="labels",
                      hint="start in a new output_folder, or restore codec, recogniser and corpus")
 
 
@@ -210,7 +214,7 @@ def _label(folder: Path, manifest: Manifest, keys: TTSKeys, codec: CodecBundle, 
             logger.warning("labels: %d of %d rows of %s have none", len(left_out), count, split)
         if len(left_out) > max(1, LEFT_OUT * count) or len(left_out) == count:
             first = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:NAMED])
-            raise SbkitError(f"{len(left_out)} of {count} rows of {split} can't be labelled: {first}",
+            raise SbkitError("not-labelled", f"{len(left_out)} of {count} rows of {split} can't be labelled: {first}",
                              hint="is the recogniser one of this language and alphabet?")
     save_file({"frames": np.concatenate(frames).astype(np.int32),
                "ends": np.cumsum([len(row) for row in frames])}, folder / DURATIONS)

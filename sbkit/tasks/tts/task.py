@@ -80,8 +80,9 @@ class TTS(Task):
         self._warned = False
         for name in CODEC_PARTS:  # which the loss doesn't train
             if any(parameter.requires_grad for parameter in getattr(keys, name).parameters()):
-                raise SbkitError(f"{name} is the codec's own and nothing here trains it, but it is not frozen",
-                                 hint=f"write {name}: true under freeze")
+                raise SbkitError("codec-not-frozen",
+                                 f"{name} is a part of the codec, which the loss of a voice doesn't "
+                                 "train, but it is not frozen", hint=f"write {name}: true under freeze", key=name)
 
     # ------------------------------------------------------------ before there is a model
 
@@ -108,8 +109,8 @@ class TTS(Task):
         for name, known, size in (("symbols", len(symbols), tables.symbols),
                                   ("speakers", len(keys.speakers.names), tables.speakers)):
             if known > size:
-                raise SbkitError(f"text_encoder has {size} {name}, but the corpus has {known}",
-                                 hint=f"write {name}: !ref <n_{name}> under text_encoder")
+                raise SbkitError("vocabulary", f"text_encoder has {size} {name}, but the corpus has {known}",
+                                 key="text_encoder", hint=f"write {name}: !ref <n_{name}> under text_encoder")
         return symbols
 
     @classmethod
@@ -141,14 +142,15 @@ class TTS(Task):
         keys = trace.keys
         wrong = keys.wrong_bundles()
         for problem in wrong:
-            findings.error("start", trace.built.nodes[problem.key].place, *problem)
+            key, message, hint, code = problem
+            findings.error(code, trace.built.nodes[key].place, key, message, hint)
         return super().check_start(trace, findings) if not wrong else None
 
     @classmethod
     def check_manifest(cls, keys: TTSKeys, split: str, manifest: Manifest) -> None:
         if unknown := sorted(keys.symbols.unknown(manifest.texts)):
-            logger.warning("The voice never learnt %d characters of these texts, and leaves them out: %s", len(unknown),
-                           ", ".join(map(repr, unknown[:_NAMED])))
+            logger.warning("The voice has not learnt %d characters of these texts, and leaves them out: %s",
+                           len(unknown), ", ".join(map(repr, unknown[:_NAMED])))
 
     labels_per_second = 15.0
 
