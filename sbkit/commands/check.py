@@ -26,10 +26,12 @@ HELP = (
     "--as 8xH100 rehearses the whole run on fake GPUs;\n"
     "--html FILE writes its report as a page.\n--price 2.5 predicts hours, energy and cost of the whole run, at this "
     "price of a device per hour.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing,\n"
-    "and lists what it could not check."
+    "and lists what it could not check.\n"
+    "--ignore CODE leaves out warnings with this code, which stands in brackets after them;\n"
+    "several codes are separated by commas."
 )
 FLAGS = ("json", "measure", "no-run")
-OPTIONS = (*FLAGS, "as", "html", "price")
+OPTIONS = (*FLAGS, "as", "html", "price", "ignore")
 
 
 def run(argv: list[str]) -> int:
@@ -42,10 +44,12 @@ def run(argv: list[str]) -> int:
 
 def _check(argv: list[str]) -> int:
     check_torch()
-    from sbkit.recipe import arguments
+    from sbkit.recipe import arguments, ignoring
 
-    options, argv = arguments.command_options(argv, "see sbkit check --help", FLAGS, as_=str, html=Path, price=price)
+    options, argv = arguments.command_options(argv, "see sbkit check --help", FLAGS, ("ignore",),
+                                              as_=str, html=Path, price=price)
     _refuse_combinations(options)
+    options.ignore = ignoring.on_command_line(options.ignore)
     if options.as_ is not None:
         return _rehearse(argv, options)
     return _check_here(argv, options)
@@ -81,7 +85,7 @@ def _check_here(argv: list[str], options: argparse.Namespace) -> int:
 
         pricing = PriceRequest(options.price, watts={card.name: card.watts for card in CARDS.values()})
     report = check(request.path, request.overrides, run_opts=request.run_opts, run=not options.no_run, measure=measure,
-                   pricing=pricing)
+                   pricing=pricing, ignore=options.ignore)
     if options.json:
         print(report.json())
     else:
@@ -104,8 +108,9 @@ def _print_report(report: Report) -> None:
 
 def _rehearse(argv: list[str], options: argparse.Namespace) -> int:
     """Rehearse the whole run on fake GPUs, and print what came of it."""
-    from sbkit.recipe import arguments
+    from sbkit.recipe import arguments, ignoring
     from sbkit.recipe.load import check_overrides
+    from sbkit.recipe.source import Place
     from sbkit.rehearsal.cards import parse_cards
     from sbkit.rehearsal.report import assemble, page, write_html
     from sbkit.rehearsal.run import rehearse
@@ -125,6 +130,7 @@ def _rehearse(argv: list[str], options: argparse.Namespace) -> int:
     started = time.perf_counter()
     rehearsal = rehearse(argv, count, card)
     report = assemble(str(request.path), rehearsal, count, card, time.perf_counter() - started)
+    ignoring.ignore(report, [ignoring.IgnoredCode(code, Place(), "--ignore") for code in options.ignore])
     report.sections |= price_sections
     report.notes += price_notes
     print(report.json() if options.json else page(report))

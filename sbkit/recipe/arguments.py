@@ -211,11 +211,12 @@ def parse(argv: list[str], importable: bool = True) -> CommandLine:
     return CommandLine(path, run_opts, overrides, check)
 
 
-def command_options(argv: list[str], hint: str, flags: Sequence[str] = (),
+def command_options(argv: list[str], hint: str, flags: Sequence[str] = (), repeated: Sequence[str] = (),
                 **options: Callable[[str], object]) -> tuple[argparse.Namespace, list[str]]:
     """Split a command's own ``--name value`` and ``--flag`` from its other arguments.
 
     hint : added to the message about one that can't be read
+    repeated : the names of options that may be given several times, whose values are a list of texts
     options : a parser for the value of each, ``as_`` for ``--as``; None if it isn't given
     """
     def refuse(message: str) -> NoReturn:
@@ -225,11 +226,13 @@ def command_options(argv: list[str], hint: str, flags: Sequence[str] = (),
     parser.error = refuse  # type: ignore[method-assign]
     for name, read in options.items():
         parser.add_argument(f"--{name.rstrip('_')}", dest=name, type=read)
+    for name in repeated:
+        parser.add_argument(f"--{name}", action="append", default=[])
     for flag in flags:
         parser.add_argument(f"--{flag}", action="store_true")
     from sbkit.recipe import names
 
-    names.COMMAND_OPTIONS[1:] = [*(name.rstrip("_") for name in options), *flags]
+    names.COMMAND_OPTIONS[1:] = [*(name.rstrip("_") for name in options), *repeated, *flags]
     words, _ = _switched(argv, parser)
     return parser.parse_known_args(words)
 

@@ -21,6 +21,7 @@ from sbkit.recipe import (
     cost,
     cost_check,
     devices,
+    ignoring,
     ownership,
     parts,
     price,
@@ -46,7 +47,7 @@ _VOCABULARY_KEYS = frozenset(("output_neurons", "blank_index", "bos_index", "eos
 def check(
     path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: RunOptions | None = None,
     run: bool = True, starting: bool = False, measure: Callable[[], cost.StepMeasurement] | None = None,
-    pricing: price.PriceRequest | None = None, needed: Sequence[str] = SPLITS,
+    pricing: price.PriceRequest | None = None, needed: Sequence[str] = SPLITS, ignore: Sequence[str] = (),
 ) -> Report:
     """Check a recipe; the report has all mistakes at once.
 
@@ -59,6 +60,7 @@ def check(
     measure : measures a few steps for the cost
     pricing : the request to predict the price of the whole run
     needed : the splits that the corpus must have
+    ignore : codes of warnings to leave out, beside those that the recipe's key ``ignore_findings`` names
     """
     started = time.perf_counter()
     request = CheckRequest(run_opts, starting, measure, pricing, needed)
@@ -79,7 +81,11 @@ def check(
         elif run:
             _check_built(root, findings, report, request)
 
+    ignored = [ignoring.IgnoredCode(code, Place(), f"--{ignoring.OPTION}") for code in ignore]
+    if root is not None:
+        ignored += ignoring.in_recipe(root, findings)
     report.add(_without_consequences(findings))
+    ignoring.ignore(report, ignored)
     if root is not None and not report.errors and _is_known_whole(root):
         report.tree = root
     report.seconds = time.perf_counter() - started

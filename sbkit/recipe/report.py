@@ -74,6 +74,8 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     sections: dict[str, Section] = field(default_factory=dict)
     """Tables by a stable name: devices, shapes, start, learning, labels, leaks, cost."""
+    ignored: list[Finding] = field(default_factory=list)
+    """Warnings that were left out, because the recipe or the command line ignores their codes."""
     notes: list[str] = field(default_factory=list)
     """Parts of the check that were left out, and why."""
     seconds: float = 0.0
@@ -117,12 +119,16 @@ class Report:
 
     def verdict(self) -> str:
         """A summary in one line."""
+        ignored = ""
+        if self.ignored:
+            codes = ", ".join(sorted({finding.code for finding in self.ignored}))
+            ignored = f", {counted(len(self.ignored), WARNING)} ignored ({codes})"
         if not self.errors and not self.warnings:
             seen = (" in what can be seen without running it" if not self.built else
                     " in what could be checked" if self.partly else "")
-            return f"{self.recipe}: nothing wrong{seen} ({self.seconds:.1f} s)"
+            return f"{self.recipe}: nothing wrong{seen}{ignored} ({self.seconds:.1f} s)"
         counts = [counted(len(some), some[0].severity) for some in (self.errors, self.warnings) if some]
-        return f"{self.recipe}: {' and '.join(counts)} ({self.seconds:.1f} s)"
+        return f"{self.recipe}: {' and '.join(counts)}{ignored} ({self.seconds:.1f} s)"
 
     def text(self) -> str:
         """The whole report for a terminal."""
@@ -133,6 +139,7 @@ class Report:
         return json.dumps({
             "format": JSON_FORMAT, "recipe": self.recipe, "ok": not self.errors,
             "errors": [asdict(f) for f in self.errors], "warnings": [asdict(f) for f in self.warnings],
+            "ignored": len(self.ignored),
             "sections": {name: asdict(section) for name, section in self.sections.items()},
             "not_checked": self.notes, "seconds": round(self.seconds, 3),
         }, indent=1, ensure_ascii=False, default=str)

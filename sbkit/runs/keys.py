@@ -72,6 +72,8 @@ class TaskKeys(TrainKeys):
     experiment: str | None = key("a name for the experiment, named in its bundle", None)
     keep_checkpoints: int = key("how many of the best checkpoints are kept beside the last", 1, SIZE)
     keep_every: int | None = key("keep the checkpoint of every nth epoch permanently; 0: none", None, COUNT)
+    ignore_findings: Sequence[str] | None = key("codes of warnings that `sbkit check` and the check that begins a "
+                                                "run leave out; errors can't be left out", None, NAMES)
     average_checkpoints: int | str = key("test the average of this many of the best checkpoints", 1, AVERAGE_VALUES)
 
     def clashes(self) -> Iterator[Problem]:

@@ -215,7 +215,8 @@ def before_run(command_line: CommandLine, needed: Sequence[str] = SPLITS) -> Nod
                    needed=needed)
     if report.errors:  # one message, so that torchrun's last lines have all of it
         problems = report.problems().replace(": error: ", ": ", 1)  # the command writes that in front
-        refused_anyway = {"syntax", "missing-key", "setting", "wrong-value", "no-output", "no-corpus"}
+        refused_anyway = {"syntax", "missing-key", "setting", "bad-value", "wrong-value", "not-writable",
+                          "no-such-path"}
         can_skip = refused_anyway.isdisjoint(finding.code for finding in report.errors)
         skip = "; --no-check skips this check" if can_skip else ""
         raise SbkitError("failed-check", f"{problems}\n{report.verdict()}{skip}", exit_code=1, file=command_line.path)
@@ -230,8 +231,10 @@ def before_training(recipe: Recipe, path: Path) -> None:
     findings = Findings()
     node = Node(None, Place(str(path)), "")
     recipe.task.check_labels(recipe.keys, recipe.keys.corpus.load(), findings, {"corpus": node})
+    ignored = recipe.keys.ignore_findings or ()
     for finding in findings:
-        print(finding, file=sys.stderr, flush=True)
+        if finding.severity == "error" or finding.code not in ignored:
+            print(finding, file=sys.stderr, flush=True)
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise SbkitError("failed-check",

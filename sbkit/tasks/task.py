@@ -418,8 +418,9 @@ class Task(Brain):
         if self.metric.name not in stats:  # the epoch is saved first, so that it needn't be trained again
             checkpointer.save_checkpoint(meta={"loss": stats["loss"], "epoch": epoch})
             ranks.raise_on_main(SbkitError(
-                "metric", f"{type(self).__name__} chooses the best checkpoint by {self.metric.name!r}, but its validation "
-                f"gives {', '.join(stats)}", key="metric", value=self.metric.name,
+                "metric",
+                f"{type(self).__name__} chooses the best checkpoint by {self.metric.name!r}, but its validation gives "
+                f"{', '.join(stats)}", key="metric", value=self.metric.name,
                 hint="return it from stats, or name one of these in metric; the epoch is saved"))
         meta = {self.metric.name: stats[self.metric.name], "loss": stats["loss"], "epoch": epoch}
         best_by: dict[str, Any] = {"min_keys" if self.metric.lower_is_better else "max_keys": [self.metric.name]}
