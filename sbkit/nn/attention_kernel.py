@@ -96,5 +96,6 @@ def log_kernel(modules: Iterable[nn.Module], device: torch.device, precision: st
         if chosen.fused:
             logger.info("Attention on %s: torch's %s kernel (%s)", device, chosen.name, chosen.why)
         else:
-            logger.warning("Attention on %s is not fused (%s): it is slow and keeps all scores [T, T] in memory; %s",
+            logger.warning("Attention on %s is slow and keeps all scores [T, T] in memory, because it isn't "
+                           "fused (%s); %s",
                            device, chosen.why, chosen.fix)

@@ -265,7 +265,7 @@ def _raise(message: str) -> None:
                          hint="name it first: hparams/ctc.yaml [--key value ...]; --help says more")
     for theirs, plain in {"invalid int value:": "write a whole number, such as 5, not",
                         "invalid float value:": "write a number, such as 0.5, not",
-                        "ignored explicit argument": "it is a switch: write it without"}.items():
+                        "ignored explicit argument": "it is a switch, which takes no value; write it without"}.items():
         message = message.replace(theirs, plain)
     raise SbkitError("bad-option", message, hint="--help says more")
 

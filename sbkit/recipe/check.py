@@ -76,8 +76,8 @@ def check(
         check_accumulation(root, run_opts, findings)
         builds_something = any(node.tag for node in root.walk())
         if not findings and not builds_something:
-            findings.warning("missing-key", Place(str(path)), "brain", "nothing in it is built (!new:, !name:), so "
-                             "nothing can be checked", COMPLETE)
+            findings.warning("missing-key", Place(str(path)), "brain", "the recipe builds nothing (it has no !new: "
+                             "or !name:), so there is nothing to check", COMPLETE)
         elif run:
             _check_built(root, findings, report, request)
 

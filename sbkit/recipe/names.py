@@ -141,11 +141,12 @@ class _UnreadKeys(NamedTuple):
         is_ours = self.cls is not None and self.cls.__module__.startswith("sbkit.")
         if on_command_line and is_ours:
             findings.error("unread-key", Place(), f"--{key}",
-                           "it would change nothing: nothing reads this key, and no reference names it", hint)
+                           "this key has no effect: nothing reads it, and no reference names it", hint)
         elif self._holder(key) and not on_command_line and not self.has_references:
             self._report_copy(key, findings)
         elif on_command_line or near or key in NAMED_ELSEWHERE or key in NEEDLESS or self.has_references:
-            findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it", hint)
+            findings.warning("unread-key", place, key,
+                             "this key has no effect: nothing reads it, and no reference names it", hint)
 
     def _holder(self, key: str) -> str:
         """The first key whose mapping has a key of this name; empty if there is none."""
@@ -176,7 +177,7 @@ class _UnreadKeys(NamedTuple):
             longer = sorted(name for name in elsewhere if name.startswith(f"{key}_"))
             hint = f"did you mean {' or '.join(longer if near in longer else [near])}?"
         else:
-            hint = "leave it out: it has no effect"
+            hint = "leave it out"
         return near, hint
 
     def _report_copy(self, key: str, findings: Findings) -> None:

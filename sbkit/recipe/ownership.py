@@ -497,5 +497,5 @@ def check_optimizer(built: Built, owned: Owned, findings: Findings) -> None:
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets it
         report = findings.error if several else findings.warning
         report("setting", built.nodes["fsdp"].place, "fsdp",
-             f"the optimizer {optimizer.__name__} needs unsharded parameters, so no run on several devices starts",
+             f"the optimizer {optimizer.__name__} needs unsharded parameters, so a run on several devices can't start",
              "remove this, or use opt_class: !name:torch.optim.AdamW")

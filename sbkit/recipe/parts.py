@@ -55,7 +55,7 @@ def trained_parts(parts: ParameterGroups, until: Mapping[str, float], factors: M
     first = " from the first step" if any(0 < step < FOR_GOOD for step in whole) else ""
     summary = f"{whole[0]:,} of {total:,} parameters are trained{first} ({100 * whole[0] / max(1, total):.1f} %)"
     summary += f"; frozen: {' and '.join(frozen)}" if frozen else ""
-    return Section("What learns", columns, rows, [summary], {
+    return Section("Trained parts", columns, rows, [summary], {
         "learn": whole[0], "frozen": {_when(step): count for step, count in sorted(whole.items()) if step}})
 
 
@@ -227,7 +227,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
     trained = {path for path, parameter in parts.parameters.items() if parameter.requires_grad}
     if trained and all(frozen_until(frozen.get(path, False)) > 0 for path in trained):
         place, _ = built.nodes["freeze"].culprit()
-        findings.error("not-trained", place, "freeze", "it leaves nothing to train in the first step",
+        findings.error("not-trained", place, "freeze", "it freezes all parameters, so nothing trains in the first step",
                        "leave at least one layer unfrozen")
         built.hparams["freeze"] = None
         return

@@ -159,7 +159,7 @@ def _check_needed(root: Node, path: Path, findings: Findings) -> None:
             findings.wrong(node, "missing-key", f"it {NULL}", COMPLETE)
     modules = root.value.get("modules")
     if modules is not None and not findings.is_reported(modules) and not isinstance(modules.value, dict):
-        findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",
+        findings.error("wrong-type", root.place_of("modules"), "modules", "it must be a mapping of names to modules",
                        "write `model: !ref <model>` under it")
 
 

@@ -165,8 +165,8 @@ def check_accumulation(root: Node, run_opts: RunOptions | None, findings: Findin
     if option_number(name, value) == 1:
         return
     key = "step_seconds" if "step_seconds" in root.value else "batching.step_seconds"
-    findings.error("setting", place, written, f"it is {value}, but an update of a task is given in seconds of audio, "
-                   "and the number of micro-batches follows from it",
+    findings.error("setting", place, written, f"it is {value}, but a task sets the size of an update in seconds of "
+                   "audio, and the number of micro-batches follows from it",
                    f"leave it out, and set {key}: the audio of an update, over all devices and micro-batches")
 
 
@@ -212,8 +212,8 @@ def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:
 def _check_language(root: Node, key: str, value: object, findings: Findings) -> None:
     """Refuse a language that no client of a server would ask for: its bundle would refuse all others."""
     if key in declared(root) and isinstance(value, str) and value not in LANGUAGE_CODE:
-        _report(root, key, f"it is {value!r}, and must be {LANGUAGE_CODE}: the bundle's server answers clients that "
-                "ask for this language only", findings,
+        _report(root, key, f"it is {value!r}, and must be {LANGUAGE_CODE}: a server of the exported bundle would "
+                "refuse clients that ask for another language", findings,
                 f"write its code in ISO 639, {UNKNOWN_LANGUAGE} if it has none, or {SEVERAL} for several languages")
 
 
@@ -306,13 +306,14 @@ def _check_schedule(root: Node, key: str, value: object, findings: Findings) -> 
     lr = optimizer.value.get("lr") if optimizer is not None and isinstance(optimizer.value, dict) else None
     own_rate = None if lr is None else static(lr)
     if lr is not None and isinstance(own_rate, (int, float)) and own_rate != peak_rate:
-        findings.warning("setting", lr.place, lr.key, f"it is {own_rate:g}, and has no effect: the rate is the "
-                         f"schedule's, up to {peak_rate:g}", f"set {written_peak.key} to {own_rate:g} instead")
+        findings.warning("setting", lr.place, lr.key, f"it is {own_rate:g}, and has no effect: the schedule sets "
+                         f"the learning rate, up to {peak_rate:g}", f"set {written_peak.key} to {own_rate:g} instead")
 
     limit = static(value.value["max_lr_at_chance"]) if "max_lr_at_chance" in value.value else None
     if isinstance(limit, (int, float)) and peak_rate > FAR_ABOVE * limit:
-        findings.warning("setting", written_peak.place, written_peak.key, f"it is {peak_rate:g}, and "
-                         f"schedule.max_lr_at_chance and max_rise_per_step hold the rate near {limit:g}",
+        findings.warning("setting", written_peak.place, written_peak.key, f"it is {peak_rate:g}, but "
+                         "schedule.max_lr_at_chance and max_rise_per_step keep the learning rate near "
+                         f"{limit:g}",
                          "for an optimizer with such rates, --schedule.max_lr_at_chance null "
                          "--schedule.max_rise_per_step null")
 

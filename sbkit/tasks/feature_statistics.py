@@ -76,7 +76,7 @@ def prepare(norm: Norm, settings: FeatureSettings, manifest: Manifest, folder: s
     path = path_of(norm, folder)
     fingerprint = _fingerprint(settings, manifest)
     if _stored(path).get("fingerprint") == fingerprint:
-        logger.info("%s: already computed from this corpus", path)
+        logger.info("%s: the feature statistics of this corpus are up to date", path)
         return
     statistics = compute(settings, manifest)
     facts = {
@@ -177,7 +177,7 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
         if isinstance(result, str):
             unread += 1
             if unread <= _MAX_LOGGED:
-                logger.warning("left out of the statistics: %s", result)
+                logger.warning("a recording is left out of the feature statistics: %s", result)
             continue
         frames_of_utterance, sums_of_utterance = result
         frames += frames_of_utterance
@@ -187,7 +187,7 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
                          "no recording of the training split could be used for the statistics of its "
                          "features", hint="is its audio still where the manifest says? the warnings above name some")
     if unread > _MAX_LOGGED:
-        logger.warning("%d of %d utterances could not be used, and are left out of the statistics", unread,
+        logger.warning("%d of %d utterances could not be read, and are left out of the feature statistics", unread,
                        len(manifest))
     mean = sums[0] / frames
     deviation = np.sqrt(np.maximum(sums[1] / frames - np.square(mean), 0.0))

@@ -316,8 +316,8 @@ class Task(Brain):
             compares_with_chance = self.learning is not None and self.learning.knows_chance and watches_learning
             log_limits(self.schedule, steps, compares_with_chance)
         if self.thaws_at >= steps > 0:
-            logger.warning("What is frozen until step %d never trains, because the run has %d steps: take more "
-                           "(--min_steps 1000), or freeze for fewer", self.thaws_at, steps)
+            logger.warning("What is frozen until step %d never trains, because the run has %d steps: train for "
+                           "more steps (--min_steps 1000), or freeze for fewer", self.thaws_at, steps)
 
     @property
     def thaws_at(self) -> int:

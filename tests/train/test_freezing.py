@@ -293,7 +293,7 @@ def said(caplog, freeze, **hparams):
 
 def test_the_start_says_what_learns_and_since_when(caplog):
     (table,) = [each for each in said(caplog, {"first": 2, "model.4": True}, learning_rates={"model.2": 10})
-                if each.startswith("What learns")]
+                if each.startswith("Trained parts")]
     lines = table.splitlines()
     assert lines[1].split() == "part trained frozen rate factor peak rate".split()
     assert "until step 2" in lines[3] and lines[3].startswith("  first") and "0.05 to 0.5" in lines[4]
@@ -301,7 +301,7 @@ def test_the_start_says_what_learns_and_since_when(caplog):
 
 
 def test_no_table_is_logged_if_all_parts_learn_at_one_rate(caplog):
-    assert not any("What learns" in each for each in said(caplog, None))
+    assert not any("Trained parts" in each for each in said(caplog, None))
 
 
 @pytest.mark.parametrize(("freeze", "told"), [({"first": 2}, [": model.3"]),

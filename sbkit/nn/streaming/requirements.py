@@ -65,7 +65,7 @@ def for_stream(acoustic_model: AcousticModel) -> Iterator[Missing]:
         reason = "it has no features" if features is None else f"its features come from {type(features).__name__}"
         yield Missing("compute_features", f"{reason}, but a stream needs a FilterBank", "sbkit.nn.kaldi.FilterBank")
     elif features.size < features.hop:
-        yield Missing("compute_features", "its features skip samples: a frame is shorter than the step to the next",
+        yield Missing("compute_features", "its features skip samples, because a frame is shorter than the frame shift",
                       "a frame_length of at least frame_shift", "frame_length")
 
 

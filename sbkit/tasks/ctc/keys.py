@@ -43,9 +43,9 @@ class CTCKeys(EncoderKeys):
 
         yield from super().clashes()
         if isinstance(self.decoder, TransducerBeam):
-            yield Problem("decoder", "it is a TransducerBeam, which searches a transducer's states, but this is CTC",
-                          "write !new:sbkit.decode.beam.BeamSearch, or decoder: null")
+            yield Problem("decoder", "it is a TransducerBeam, which searches the outputs of a transducer, but this is "
+                          "CTC", "write !new:sbkit.decode.beam.BeamSearch, or decoder: null")
         if self.chunks is not None and self.ctc_weight < 1:
             yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, so an attention decoder trains, which needs whole "
-                          "utterances, but chunks are for a model that runs live",
+                          "utterances, but chunks are for live streams",
                           "write ctc_weight: 1.0, or leave chunks out")

@@ -60,7 +60,7 @@ class EncoderKeys(RecogniserKeys):
         yield from super().clashes()
         first, second = (getattr(self, name) for name in ENCODERS)
         if first is None and second is None:
-            yield Problem(ENCODERS[0], "the recipe has no encoder", f"write it under {' or '.join(ENCODERS)}")
+            yield Problem(ENCODERS[0], "the recipe has no encoder", f"write one under {' or '.join(ENCODERS)}")
         elif first is not None and second is not None and first is not second:
             yield Problem(ENCODERS[1], f"{' and '.join(ENCODERS)} are both set, but a recogniser has one encoder",
                           f"write {ENCODERS[0]}: null, or leave {ENCODERS[1]} out")
@@ -70,9 +70,9 @@ class EncoderKeys(RecogniserKeys):
             named = isinstance(search, type) or hasattr(search, "func")  # a partial
             given = search if isinstance(search, type) else getattr(search, "func", type(search))
             name = getattr(given, "__name__", type(given).__name__)
-            yield Problem("decoder", f"it is {'only the name of' if named else 'of'} {name}; a search has decode() and "
-                                     "a tokenizer", "write !new: and its class, such as sbkit.decode.beam.BeamSearch "
-                                                    "(of a transducer, transducer_beam.TransducerBeam), or null")
+            yield Problem("decoder", f"it is {'only the name of' if named else 'of'} {name}; a search has a method "
+                          "decode and a tokenizer", "write !new: and its class, such as sbkit.decode.beam.BeamSearch (of a "
+                          "transducer, transducer_beam.TransducerBeam), or null")
         for name in _ON_FEATURES if self.compute_features is None else ():
             if getattr(self, name) is not None:
                 yield Problem(name, f"the encoder takes waveforms (compute_features: null), but {name} takes features",

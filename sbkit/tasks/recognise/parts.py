@@ -46,7 +46,7 @@ def _rates_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
                 findings.error("sample-rate", node.place_of("sample_rate"), node.key_of("sample_rate"),
                                f"it is {rate}, {read}", "write `sample_rate: !ref <sample_rate>`")
             else:
-                findings.error("sample-rate", node.place, node.key, f"it takes {rate} samples a second, {read}",
+                findings.error("sample-rate", node.place, node.key, f"it takes {rate} samples per second, {read}",
                                f"write sample_rate: {rate} at the top of the recipe")
             return False
     return True
@@ -114,7 +114,7 @@ def _levels_kept(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
         node = built.nodes["normalize"]
         findings.warning(
             "loud-silence", node.place, node.key, "each utterance is normalised by itself, so silence is as loud as "
-            "speech, and none is trained on: the model will write words where nobody speaks",
+            "speech, and the model is not trained on silence: it will hallucinate words there",
             "add nonspeech, and write norm_type: global, which keeps the level: hparams/ctc.yaml has both")
     return True
 

@@ -37,5 +37,5 @@ class TransducerKeys(EncoderKeys):
             yield Problem("ctc_weight", "it is 1, so nothing trains the transducer, which outputs the transcripts",
                           "write 0.3, or train hparams/streaming.yaml")
         if self.decoder is not None and not isinstance(self.decoder, TransducerBeam):
-            yield Problem("decoder", f"it is a {type(self.decoder).__name__}, which searches no transducer's states",
-                          "write !new:sbkit.decode.transducer_beam.TransducerBeam, or decoder: null")
+            yield Problem("decoder", f"it is a {type(self.decoder).__name__}, which can't search the outputs of a "
+                          "transducer", "write !new:sbkit.decode.transducer_beam.TransducerBeam, or decoder: null")

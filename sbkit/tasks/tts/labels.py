@@ -209,9 +209,9 @@ def _label(folder: Path, manifest: Manifest, keys: TTSKeys, codec: CodecBundle, 
                 frames.append(label.frames)
         split, count = folder.name, len(manifest)
         for name, why in list(left_out.items())[:10 * NAMED]:
-            logger.warning("labels: left out of %s: %s: %s", split, name, why)
+            logger.warning("labels: %s of %s is left out: %s", name, split, why)
         if left_out:
-            logger.warning("labels: %d of %d rows of %s have none", len(left_out), count, split)
+            logger.warning("labels: %d of %d rows of %s are left out", len(left_out), count, split)
         if len(left_out) > max(1, LEFT_OUT * count) or len(left_out) == count:
             first = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:NAMED])
             raise SbkitError("not-labelled", f"{len(left_out)} of {count} rows of {split} can't be labelled: {first}",

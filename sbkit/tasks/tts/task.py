@@ -195,8 +195,8 @@ class TTS(Task):
                         if words and label is None]
             if nameless:
                 self._warned = True
-                logger.warning("%s has no labels, so its speaker is unknown: it and others like it get the first "
-                               "voice, %s", nameless[0], speakers.names[0])
+                logger.warning("%s has no labels, so its speaker is unknown: it and other such clips are spoken "
+                               "with the first voice, %s", nameless[0], speakers.names[0])
         numbers = [0 if label is None else speakers.number(label.speaker) for label in labels_of_rows]
         return torch.tensor(numbers).to(batch.tokens.device, non_blocking=True)
 
