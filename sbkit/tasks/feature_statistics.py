@@ -183,7 +183,7 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
         frames += frames_of_utterance
         sums = sums + sums_of_utterance
     if frames == 0:
-        raise SbkitError("no-usable-audio",
+        raise SbkitError("too-much-damaged-audio",
                          "no recording of the training split could be used for the statistics of its "
                          "features", hint="is its audio still where the manifest says? the warnings above name some")
     if unread > _MAX_LOGGED:

@@ -67,5 +67,5 @@ class RecogniserKeys(TaskKeys):
         yield from super().clashes()
         there = vars(self)
         if there.get("nonspeech") and getattr(there.get("batching"), "clips_per", None):
-            yield Problem("nonspeech", "batching: clips_per draws each step by a label or speaker, and clips of silence "
-                          "have none", "leave one of them out")
+            yield Problem("nonspeech", "batching: clips_per draws each step by a label or speaker, and clips of "
+                          "silence have none", "leave one of them out")

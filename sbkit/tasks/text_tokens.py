@@ -114,7 +114,8 @@ def keep_tokenizer(keys: RecogniserKeys, texts: Sequence[str],
                              key="init_from", hint="set init_from to a run or a bundle")
         proto = source.piece_model()
         if proto is None:
-            raise SbkitError("no-tokenizer", f"init_tokenizer: keep: {source.description} has no tokenizer", hint=_NEW,
+            raise SbkitError("source-without-tokenizer", f"init_tokenizer: keep: {source.description} has no tokenizer",
+                             hint=_NEW,
                              key="init_tokenizer")
         with atomic_write(path, "wb") as file:
             file.write(proto)

@@ -171,13 +171,14 @@ def find(source: str, name: str) -> Path:
         if isinstance(error, errors.EntryNotFoundError) and not lost:
             raise _NoSuchFile("damaged-pretrained", f"{source} has no {name}", hint="is it a model for transformers?",
                               file=name) from error
-        code = "hub-refused"
+        code = "no-such-path"
         if constants.HF_HUB_OFFLINE:
             code = "no-network"
             what = (f"no folder has this name, its {name} is not in the hub's cache, and HF_HUB_OFFLINE forbids "
                     "downloads")
             hint = "unset HF_HUB_OFFLINE to download it, or name a folder"
         elif isinstance(error, errors.GatedRepoError):  # also a RepositoryNotFoundError
+            code = "gated-model"
             what, hint = "access has to be requested", f"request it on {page}, then `hf auth login` or set HF_TOKEN"
         elif isinstance(error, errors.RevisionNotFoundError):
             what, hint = "it has no such revision", f"its branches and commits are on {page}/commits/main"

@@ -71,8 +71,9 @@ class EncoderKeys(RecogniserKeys):
             given = search if isinstance(search, type) else getattr(search, "func", type(search))
             name = getattr(given, "__name__", type(given).__name__)
             yield Problem("decoder", f"it is {'only the name of' if named else 'of'} {name}; a search has a method "
-                          "decode and a tokenizer", "write !new: and its class, such as sbkit.decode.beam.BeamSearch (of a "
-                          "transducer, transducer_beam.TransducerBeam), or null")
+                          "decode and a tokenizer",
+                          "write !new: and its class, such as sbkit.decode.beam.BeamSearch (of a transducer, "
+                          "transducer_beam.TransducerBeam), or null")
         for name in _ON_FEATURES if self.compute_features is None else ():
             if getattr(self, name) is not None:
                 yield Problem(name, f"the encoder takes waveforms (compute_features: null), but {name} takes features",

@@ -78,7 +78,7 @@ def best_weights(recorder: Recorder, rows: Sequence[Any]) -> tuple[FusionWeights
     references = [rows[i].reference.split() for i in scored]
     total = sum(ranks.gather_objects(sum(map(len, references))))
     if not total:
-        raise SbkitError("no-references",
+        raise SbkitError("no-transcripts",
                          "no utterance of the dev split has a reference, so the language model's weight "
                          "can't be tuned", key="tune-lm", hint="give --lm-weight and --word-score instead of --tune-lm")
     tried: dict[tuple[float, float], float] = {}

@@ -104,7 +104,7 @@ class ASRResults(Results):
     def check(self) -> None:
         """Raise if no utterance has a reference."""
         if not len(self.words):
-            raise SbkitError("no-references", f"none of the {self.utterances} utterances has a reference, so there is "
+            raise SbkitError("no-transcripts", f"none of the {self.utterances} utterances has a reference, so there is "
                              "nothing to score", hint="score on a corpus with transcripts")
 
     def facts(self) -> dict[str, Any]:
