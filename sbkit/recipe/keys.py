@@ -67,6 +67,11 @@ class Problem(NamedTuple):
     code: str = "clash"
     """By default that of keys that can't be combined."""
 
+    @property
+    def text(self) -> str:
+        """The message, which names the key."""
+        return self.message if self.message.startswith(f"{self.key} ") else f"{self.key}: {self.message}"
+
 
 class Declared(NamedTuple):
     name: str

@@ -195,5 +195,5 @@ def refuse_problems(problems: Sequence[Problem], path: Path) -> None:
     recipe_files = chain(path)
     first = problems[0]
     raise SbkitError(first.code,
-                     "; ".join(f"{written(problem.key, recipe_files)}: {problem.message}" for problem in problems),
+                     "; ".join(f"{written(problem.key, recipe_files)}: {problem.text}" for problem in problems),
                      hint="; ".join(dict.fromkeys(problem.hint for problem in problems)), file=path, key=first.key)

@@ -136,7 +136,7 @@ class Task(Brain):
         self.early_stopping = EarlyStopping(vars(self.keys).get("epoch_counter"), self.checkpointer)
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
         for clash in self.keys.clashes():
-            raise SbkitError(clash.code, f"{clash.key}: {clash.message}", hint=clash.hint, key=clash.key)
+            raise SbkitError(clash.code, clash.text, hint=clash.hint, key=clash.key)
         if self.trainer.moving_average is not None and self.keys.tested_weights.average.several:
             raise SbkitError("clash", "ema and average_checkpoints both average weights", key="average_checkpoints",
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")

@@ -1,7 +1,9 @@
 """Keys are read once, all mistakes in them at once; each that the flagship declares has an effect."""
 
+import contextlib
 import copy
 import dataclasses
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -373,6 +375,18 @@ def described(made):
         return source.open_run("run")["experiment"]
 
 
+def warned(made):
+    """What is printed of a warning about the labels of the prepared corpus."""
+    def check_labels(keys, manifests, findings, nodes):
+        findings.warning("no-labels", Place(), "corpus", "the tokenizer finds no token in 1 of 9 utterances")
+
+    keys = SimpleNamespace(corpus=SimpleNamespace(load=dict), ignore_findings=made.recipe.keys.ignore_findings)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        training.before_training(SimpleNamespace(task=SimpleNamespace(check_labels=check_labels), keys=keys), RECIPE)
+    return said.getvalue()
+
+
 def counted(made):
     torch.manual_seed(0)
     return made.brain().dummy_batch(4, 3.0, noise=True).tokens.tolist()
@@ -488,6 +502,7 @@ CASES = {
     "keep_checkpoints": (1, 3, checkpoints),
     "keep_every": (None, 1, checkpoints),
     "average_checkpoints": (1, 2, averaged, {"keep_checkpoints": 3}),
+    "ignore_findings": (None, ["no-labels"], warned),
     "tokenizer": (Spelling("a"), Spelling("b"), heard),
     "output_neurons": (28, 20, counted),
     "init_tokenizer": ("new", "keep", lambda made: refusal(made, lambda made: CTC.prepare(

@@ -144,7 +144,7 @@ def _write(path: Path, facts: Mapping[str, Any]) -> None:
 def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
     """Label a corpus, unless it was already labelled with the same codec and recogniser."""
     for problem in keys.wrong_bundles():
-        raise SbkitError(problem.code, f"{problem.key}: {problem.message}", hint=problem.hint, key=problem.key)
+        raise SbkitError(problem.code, problem.text, hint=problem.hint, key=problem.key)
     assert keys.codec is not None and keys.recogniser is not None, "they would be absent"
     codec, aligner = bundles.codec(keys.codec), bundles.aligner(keys.recogniser)
     try:
