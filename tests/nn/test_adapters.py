@@ -6,9 +6,9 @@ import pickle
 import pytest
 import torch
 from conformers import conformer
+from refusals import refused
 from torch import nn
 
-from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.adapters import Houlsby, LoRA, is_added, merge
 
@@ -88,20 +88,20 @@ def test_both_go_together_and_dropout_is_of_the_added_part(model):
 
 
 def test_what_cannot_be_adapted_is_named_with_what_can(model):
-    with pytest.raises(SbkitError, match="no layer of Model is called q_proj") as error:
+    with refused("no-such-part") as error:
         LoRA(model, "q_proj")
     assert error.value.hint == "possible targets: ['*.first', '*.second'] (docs/how-to/finetune.md#adapters says " \
         "which are of attention)"
-    with pytest.raises(SbkitError, match=r"targets: no layer of Model is called q_proj, \*\.v_proj; layers\.0 is a Bl"):
+    with refused("no-such-part"):
         LoRA(model, ["q_proj", "*.first", "layers.?", "*.v_proj"])
-    with pytest.raises(SbkitError, match=r"possible targets: \['\*', '\*\.layers', '\*\.layers\.\*', "):
+    with refused("no-such-part"):
         Houlsby(torch.nn.Sequential(model), "*.block")
-    with pytest.raises(SbkitError, match=r"layers\.0 is a Block, which can't be adapted"):
+    with refused("no-such-part"):
         LoRA(model, "layers.0")
-    with pytest.raises(SbkitError, match="rank is 0"):
+    with refused("bad-value"):
         LoRA(model, "*.first", rank=0)
     LoRA(model, "*.first")
-    with pytest.raises(SbkitError, match="has one already"):
+    with refused("bad-value"):
         LoRA(model, "*.first")
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
-from sbkit.errors import SbkitError
 from sbkit.nn import ctc
 from sbkit.nn.ctc import consistency, ctc_frames_needed, ctc_loss
 
@@ -113,7 +113,7 @@ def test_a_batch_without_any_label():
 @pytest.mark.parametrize("label", [0, -1, 5])
 def test_a_label_that_cannot_be_names_its_utterance(label):
     targets = torch.tensor([[1, 2], [3, label]])
-    with pytest.raises(SbkitError, match=f"CTC labels: utterance clip-1, position 1: index {label} is"):
+    with refused("index-out-of-range"):
         ctc_loss(torch.zeros(2, 4, 5), targets, torch.tensor([4, 4]), torch.tensor([2, 2]),
                  ids=["clip-0", "clip-1"])
 

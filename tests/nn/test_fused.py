@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
 from speechbrain.nnet import attention
 from speechbrain.nnet.normalization import BatchNorm2d
@@ -21,7 +22,6 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from sbkit.errors import SbkitError
 from sbkit.nn import accelerate as accelerating
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast import fused
@@ -395,7 +395,7 @@ def test_a_kernel_refuses_what_it_would_misread():
             library.call("glu_forward", torch.float32, bad, good, None, good, 4, 4, 1)
     with FakeTensorMode():
         bad = torch.zeros(4, 8)
-    with pytest.raises(SbkitError, match="got a fake tensor") as told:
+    with refused("fake-tensor") as told:
         library.call("glu_forward", torch.float32, bad, good, None, good, 4, 4, 1)
     assert "registered buffer" in told.value.hint
 

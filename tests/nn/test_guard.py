@@ -12,6 +12,7 @@ import torch
 from host_syncs import CountsHostSyncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
@@ -61,19 +62,19 @@ def test_host_and_device_agree_with_a_plain_loop(case, with_lengths, with_blank)
         return
     row, column, value = first
     for check in (lambda: guard_indices(indices, size, name="tokens", **kwargs), lambda: guard.poll(True)):
-        with pytest.raises(SbkitError) as caught:
+        with refused("index-out-of-range") as caught:
             check()
         for part in ("tokens", f"utterance clip-{row},", f"position {column}:", f"index {value} "):
             assert part in str(caught.value)
 
 
 def test_the_message_is_for_people():
-    with pytest.raises(SbkitError) as caught:
+    with refused("index-out-of-range") as caught:
         guard_indices(torch.tensor([[1, 2], [1, 1000]]), 1000, name="CTC labels", ids=["a", "fr_17"])
     assert str(caught.value).startswith(
         "CTC labels: utterance fr_17, position 1: index 1000 is outside the table of 1000 (0 to 999)")
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), SbkitError)  # a loader's worker sends it
-    with pytest.raises(SbkitError, match="reserved"):
+    with refused("index-out-of-range"):
         guard_indices(torch.tensor([[0]]), 5, name="CTC labels", forbidden=(0,))
 
 
@@ -94,24 +95,24 @@ def test_good_indices_come_back_as_they_are():
 def test_codebooks_with_more_dimensions():
     codes = torch.zeros(2, 3, 4, dtype=torch.int32)
     codes[1, 2, 3] = 9
-    with pytest.raises(SbkitError, match=r"row 1, position 11: index 9"):
+    with refused("index-out-of-range"):
         guard_indices(codes, 8, name="codebook")
     assert guard_indices(codes, 8, name="codebook", lengths=torch.tensor([3, 2])).max() == 0
     given_back = on_device(codes, 8)
     assert given_back.max() == 0 and given_back.dtype == torch.int32
-    with pytest.raises(SbkitError, match=r"row 1, position 11: index 9"):
+    with refused("index-out-of-range"):
         guard.poll(wait=True)
 
 
 def test_empty_and_one_dimensional():
     assert guard_indices(torch.zeros(0, 3, dtype=torch.long), 4, name="x").shape == (0, 3)
     assert on_device(torch.zeros(2, 0, dtype=torch.long), 4).shape == (2, 0) and guard.pending() == 0
-    with pytest.raises(SbkitError, match="position 2"):
+    with refused("index-out-of-range"):
         guard_indices(torch.tensor([1, 2, 4]), 4, name="x")
 
 
 def test_floats_are_refused():
-    with pytest.raises(SbkitError, match="must be integers"):
+    with refused("bad-value"):
         guard_indices(torch.zeros(1, 2), 4, name="x")
 
 
@@ -121,14 +122,14 @@ def test_nothing_is_read_until_somebody_polls():
         on_device(labels, 5)
         guard_indices(torch.tensor([[1, 4]]), 5, name="labels")
     assert syncs.count == 0
-    with pytest.raises(SbkitError):
+    with refused("index-out-of-range"):
         guard.poll()
     guard.poll()  # said once
 
 
 def test_where_nobody_polls_the_next_call_raises():
     on_device(torch.tensor([[9]]), 5, ids=["clip"])
-    with pytest.raises(SbkitError, match="utterance clip"):
+    with refused("index-out-of-range"):
         on_device(torch.tensor([[1]]), 5)
 
 
@@ -152,7 +153,7 @@ def test_what_a_captured_step_collects_is_reported_for_the_utterances_of_each_re
     assert len(calls) == 2 and guard.pending() == 0
     results = torch.tensor([[1, 5, 7], [0, 0, 1]])  # of a replay, whose third row has a bad second index
     guard.check_later(results, calls, ids=["c", "d"])
-    with pytest.raises(SbkitError, match="utterance c, position 1: index 7"):
+    with refused("index-out-of-range"):
         guard.poll()
     guard.check_later(torch.tensor([[0, 0, 1], [0, 0, 1]]), calls, ids=["e", "f"])
     guard.poll()
@@ -172,7 +173,7 @@ def test_a_compiled_model_calls_it_as_it_is():
 
     compiled = torch.compile(look_up, backend="eager")
     assert compiled(torch.tensor([[1, 4]]), torch.ones(5, 2)).sum() == 8
-    with pytest.raises(SbkitError, match="position 1: index 5"):
+    with refused("index-out-of-range"):
         compiled(torch.tensor([[1, 5]]), torch.ones(5, 2))
 
 
@@ -200,5 +201,5 @@ def test_no_host_sync_on_a_gpu():
 def test_on_a_gpu_no_index_is_out_of_range():
     labels, lengths = torch.tensor([[1, 9], [1, 1]]).cuda(), torch.tensor([2, 1]).cuda()
     assert guard_indices(labels, 5, name="labels", ids=["a", "b"], lengths=lengths).max().item() < 5
-    with pytest.raises(SbkitError):
+    with refused("index-out-of-range"):
         guard.poll(wait=True)

@@ -3,9 +3,9 @@
 
 import pytest
 import torch
+from refusals import refused
 from written import BASED, write
 
-from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.check import check
 from sbkit.tasks.ctc.keys import CTCKeys
@@ -20,16 +20,16 @@ def two(tmp_path):
 
 
 def test_two_encoders_are_refused_at_load_with_file_and_line(two, tmp_path):
-    with pytest.raises(SbkitError) as error:
+    with refused("clash") as error:
         load.open_recipe(two, {"output_folder": str(tmp_path)})
     assert str(error.value) == (
-        f"{two}:4: Transformer and encoder are both set, but a recogniser has one encoder; "
+        f"{two}:4: encoder: Transformer and encoder are both set, but a recogniser has one encoder; "
         "write Transformer: null, or leave encoder out")
 
 
 def test_and_where_a_script_makes_the_brain(two, tmp_path):
     made = load.load(two, {"output_folder": str(tmp_path)})
-    with pytest.raises(SbkitError, match="Transformer and encoder are both set"):
+    with refused("clash"):
         made["brain"](made["modules"], hparams=made, run_opts={"device": "cpu"})
 
 
@@ -49,10 +49,10 @@ def test_an_encoder_has_either_name(given, key):
 
 def test_a_search_of_transducers_is_none_of_ctc(tmp_path):
     path = write(tmp_path, f"{BASED}    seed: 2\n\ndecoder: !new:sbkit.decode.transducer_beam.TransducerBeam\n")
-    with pytest.raises(SbkitError) as error:
+    with refused("clash") as error:
         load.open_recipe(path, {"output_folder": str(tmp_path)})
     assert str(error.value) == (
-        f"{path}:4: it is a TransducerBeam, which searches a transducer's states, but this is CTC; "
+        f"{path}:4: decoder: it is a TransducerBeam, which searches the outputs of a transducer, but this is CTC; "
         "write !new:sbkit.decode.beam.BeamSearch, or decoder: null")
 
 
@@ -60,7 +60,7 @@ def test_all_that_a_load_refuses_is_told_with_its_line(tmp_path):
     needed = ("corpus", "batching", "epoch_counter", "checkpointer")
     nulls = "".join(f"    {key}: null\n" for key in needed)
     path = write(tmp_path, f"{BASED}    ctc_weight: 0\n    n_mels: 40\n{nulls}label_smoothing: 2\n")
-    with pytest.raises(SbkitError) as error:
+    with refused("bad-value", key="ctc_weight") as error:
         load.open_recipe(path, {"output_folder": str(tmp_path)})
     wrong, hint = str(error.value).rsplit("; docs/reference/", 1)
     assert set(wrong.split("; ")) == {

@@ -7,6 +7,7 @@ import pytest
 import run_folders
 import soundfile
 import torch
+from refusals import refused
 from speechbrain.lobes.features import Fbank
 from speechbrain.processing.features import InputNormalization
 
@@ -110,7 +111,7 @@ def test_damaged_recordings_are_named_and_left_out(manifest, tmp_path, caplog):
     rest_mean, _, rest_frames, _ = statistics.compute(front(), manifest.select([i for i in range(COUNT) if i != 3]))
     assert left_out == 1 and "u3" in caplog.text and "bad.wav" in caplog.text
     assert np.array_equal(mean, rest_mean) and frames == rest_frames
-    with pytest.raises(SbkitError, match="no frame"):
+    with refused("too-much-damaged-audio"):
         statistics.compute(front(), manifest.replace(wavs=[wavs[3]] * COUNT))
 
 
@@ -146,7 +147,7 @@ def test_a_constant_feature_becomes_zero(manifest, tmp_path):
 
 def test_statistics_of_another_width_are_refused(manifest, tmp_path):
     statistics.prepare(GlobalNorm(8, tmp_path), front(), manifest)
-    with pytest.raises(SbkitError, match="8 features, but the recipe's normalize has 80"):
+    with refused("shape-mismatch"):
         statistics.load(GlobalNorm(80, tmp_path))
 
 

@@ -6,9 +6,9 @@ import encoders
 import pytest
 import torch
 import transformers
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
-from sbkit.errors import SbkitError
 from sbkit.nn.pretrained import Encoder, Weights
 
 HEAD = {"vocab_size": 7, "pad_token_id": 0}
@@ -62,20 +62,18 @@ def test_a_run_that_kept_the_config_has_them_in_its_checkpoint(folder, tmp_path)
     assert torch.equal(outputs(again), outputs(encoder))
 
 
-@pytest.mark.parametrize("language, told", [
-    ("deu", r"has no adapter for the language deu \(adapter.deu.safetensors\); it has those of fra, uig-script_arabic"),
-    ("xho", r"has no adapter for the language xho .*; adapter.xho.bin is a pickle, and not read: fetch adapter.xho"),
-    ("../fra", "adapter_language is '../fra', which is no language code")])
-def test_a_language_that_is_not_there_is_told_when_the_recipe_is_built(folder, language, told):
+@pytest.mark.parametrize("language, code", [
+    ("deu", "no-language-adapter"), ("xho", "no-language-adapter"), ("../fra", "bad-value")])
+def test_a_language_that_is_not_there_is_told_when_the_recipe_is_built(folder, language, code):
     (folder / "adapter.xho.bin").write_bytes(b"\x80")
-    with pytest.raises(SbkitError, match=told):
+    with refused(code, key="adapter_language", value=language):
         Encoder(str(folder), adapter_language=language)
 
 
 def test_of_many_languages_some_are_named(folder):
     for number in range(40):
         (folder / f"adapter.a{number:02d}.safetensors").touch()
-    with pytest.raises(SbkitError, match=r"it has those of a00, a01, .*a29, 12 more$"):
+    with refused("no-language-adapter"):
         Encoder(str(folder), adapter_language="deu")
 
 
@@ -84,13 +82,13 @@ def test_a_file_that_lacks_some_or_is_of_another_model_is_refused(folder):
     whole = load_file(path)
     lacking = "encoder.layers.1.adapter_layer.norm.bias"
     save_file({name: value for name, value in whole.items() if name != f"wav2vec2.{lacking}"}, path)
-    with pytest.raises(SbkitError, match=f"lacks 1 tensors of the adapters, such as {lacking}"):
+    with refused("pretrained-mismatch"):
         Encoder(str(folder), adapter_language="fra")
     save_file({name: torch.zeros(*value.shape, 2) for name, value in whole.items()}, path)
-    with pytest.raises(SbkitError, match=r"tensors have another shape than its config\.json says"):
+    with refused("pretrained-mismatch"):
         Encoder(str(folder), adapter_language="fra")
 
 
 def test_an_encoder_without_such_adapters_takes_no_language(tmp_path):
-    with pytest.raises(SbkitError, match="has no language adapters; it is for models of MMS"):
+    with refused("no-language-adapter"):
         Encoder(str(encoders.make(tmp_path, "wav2vec2-layer")), adapter_language="fra")

@@ -6,8 +6,8 @@ import json
 import encoders
 import pytest
 import torch
+from refusals import refused
 
-from sbkit.errors import SbkitError
 from sbkit.nn.pretrained import Encoder, Head, networks
 from sbkit.nn.pretrained.source import Settings
 
@@ -79,7 +79,7 @@ def test_an_utterance_is_the_same_alone_and_in_any_batch(folders, kind, window, 
 
 @pytest.mark.parametrize("kernel", [-1, 4])
 def test_a_head_sees_as_many_states_before_a_frame_as_after(folders, kernel):
-    with pytest.raises(SbkitError, match=f"kernel_size of the head is {kernel}") as raised:
+    with refused("bad-value") as raised:
         Head(Encoder(str(folders("whisper"))), 30, kernel_size=kernel)
     assert "odd number" in raised.value.hint
 
@@ -177,7 +177,7 @@ def test_in_bf16_it_says_much_the_same(folders, kind):
 def test_the_lowest_layers_may_be_taken_alone(folders):
     encoder = loaded(folders("hubert-layer"), layers=1)
     assert len(encoder.network.encoder.layers) == 1
-    with pytest.raises(SbkitError, match="layers is 3, but the encoder has 2"):
+    with refused("bad-value"):
         Encoder(str(folders("hubert-layer")), layers=3)
 
 
@@ -193,7 +193,7 @@ def test_dropout_is_the_recipes_where_it_says_one(folders):
 def test_whispers_encoder_says_what_it_can_not_hear(folders):
     encoder = loaded(folders("whisper"))
     encoder(torch.zeros(1, 480_000), torch.tensor([480_000]))
-    with pytest.raises(SbkitError, match=r"takes at most 30 s, but an utterance has 31 s; .*max_duration"):
+    with refused("clip-too-long"):
         encoder(torch.zeros(1, 500_000), torch.tensor([496_000]))
 
 

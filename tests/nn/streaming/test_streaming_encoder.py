@@ -12,10 +12,10 @@ import streaming_recognisers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from streaming_recognisers import BANDS
 from torch import nn
 
-from sbkit.errors import SbkitError
 from sbkit.nn.adapters import Houlsby, LoRA, is_added
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.streaming.encoder import StreamingEncoder
@@ -176,14 +176,12 @@ def test_the_state_never_grows():
     assert state.seen.tolist() == [8, 8, 8] and state.keys.shape == (3, 2, 8, 16)
 
 
-@pytest.mark.parametrize("given, told", [
-    ({"chunks": None}, "it wasn't trained in chunks"),
-    ({"attention_type": "RelPosMHAXL"}, "its attention is RelPosMHAXL, but a stream needs rotary positions"),
-    ({"encoder_module": "transformer"}, "its encoder is a TransformerEncoder"),
-    ({"frontend": nn.Flatten(2)}, "its front end, Flatten, takes whole utterances only"),
+@pytest.mark.parametrize("given, key", [
+    ({"chunks": None}, "chunks"), ({"attention_type": "RelPosMHAXL"}, "attention_type"),
+    ({"encoder_module": "transformer"}, "encoder_module"), ({"frontend": nn.Flatten(2)}, "frontend"),
 ])
-def test_what_has_no_step_is_refused(given, told):
-    with pytest.raises(SbkitError, match=told):
+def test_what_has_no_step_is_refused(given, key):
+    with refused("not-streamable", key=key):
         StreamingEncoder(recogniser(**given))
 
 
@@ -191,7 +189,7 @@ def test_what_has_no_step_is_refused(given, told):
 def test_adapters_that_a_step_would_pass_by_are_refused(target):
     model = recogniser()
     Houlsby(model.encoder, target, width=16)
-    with pytest.raises(SbkitError, match="it has adapters after whole layers"):
+    with refused("not-streamable"):
         StreamingEncoder(model)
 
 
@@ -210,7 +208,7 @@ def test_other_adapters_are_heard_by_steps_too(adapters, target):
 
 
 def test_a_left_context_that_it_was_not_trained_for_is_refused():
-    with pytest.raises(SbkitError, match="wasn't trained for a left context of 24 frames"):
+    with refused("untrained-chunk"):
         StreamingEncoder(recogniser(), 24)
     assert StreamingEncoder(recogniser()).left == 16
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from refusals import refused
 from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from torch import nn
 
-from sbkit.errors import SbkitError
 from sbkit.tasks.ctc.parts import layer_outputs
 
 
@@ -36,7 +36,7 @@ def test_no_layers_cost_nothing():
 
 @pytest.mark.parametrize("layers", [[0], [3], [9]])
 def test_layers_that_are_not_within_are_named(encoder, layers):
-    with pytest.raises(SbkitError, match="the encoder has 3 layers"), layer_outputs(encoder, layers):
+    with refused("bad-value"), layer_outputs(encoder, layers):
         pass
-    with pytest.raises(SbkitError, match="Linear has no list of layers"), layer_outputs(nn.Linear(2, 2), layers):
+    with refused("no-such-part"), layer_outputs(nn.Linear(2, 2), layers):
         pass

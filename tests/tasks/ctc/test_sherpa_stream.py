@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from streaming_recognisers import BANDS, CHUNKS, LABELS, described, eager, recogniser, signals
 
-from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.runners import open_runner
 from sbkit.export.windows import Windows
@@ -171,41 +171,35 @@ def test_the_target_is_for_whole_recordings_too_where_it_can_be(installed, windo
                                           ("2.1.0", False), (None, False)])
 def test_an_older_version_is_told_plainly_and_others_are_tried(installed, version, old):
     installed(version)
-    refused = pytest.raises(SbkitError, match=rf"^sherpa-onnx {version} computes other features for streams than this "
-                                              r"model was trained on: 2\.0\.1 or later is needed; "
-                                              r"pip install 'sherpa-onnx>=2\.0\.1'$")
-    with refused if old else contextlib.nullcontext():
+    with refused("missing-package") if old else contextlib.nullcontext():
         assert exported(recogniser(bank())).target(layout.SHERPA)
 
 
 def test_a_missing_program_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "sherpa_onnx", None)
-    with pytest.raises(SbkitError, match=r"sherpa-onnx is not installed.*pip install 'sbkit\[sherpa\]'"):
+    with refused("missing-package"):
         exported(recogniser(bank())).target(layout.SHERPA)
 
 
-@pytest.mark.parametrize("changes, told", [
-    ({"window": "povey"}, r"other features for streams than this model was trained on \(window: povey\)"),
-    ({"mel": "kaldi", "low": 20.0, "high": -400.0}, r"\(low: 20.0, high: -400.0, mel: kaldi\)"),
-    ({"snip_edges": True}, r"\(snip_edges: True\)"),
-])
-def test_other_features_are_refused(installed, changes, told):
-    with pytest.raises(SbkitError, match=told):
+@pytest.mark.parametrize("changes", [
+    {"window": "povey"}, {"mel": "kaldi", "low": 20.0, "high": -400.0}, {"snip_edges": True},
+], ids=lambda changes: next(iter(changes)))
+def test_other_features_are_refused(installed, changes):
+    with refused("sherpa-mismatch"):
         exported(recogniser(bank(**changes))).target(layout.SHERPA)
 
 
 def test_shorter_frames_are_refused(installed):
     made = recogniser(bank(), input_size=24)
     made.frontend = CausalFrontEnd(BANDS, [4])
-    with pytest.raises(SbkitError, match=r"this model has frames of 20 ms.*leave out --target sherpa"):
+    with refused("sherpa-mismatch"):
         exported(made).target(layout.SHERPA)
 
 
 def test_a_chunk_that_the_model_did_not_learn_is_refused(installed):
-    with pytest.raises(SbkitError, match=r"--chunk 100: the model wasn't trained for chunks of 100 ms; it was "
-                                         r"trained for 80, 160, 320"):
+    with refused("untrained-chunk"):
         exported(recogniser(bank())).target(layout.SHERPA, 100)
     made = recogniser(bank())
     made.chunks = None
-    with pytest.raises(SbkitError, match="--chunk needs a model that was trained in chunks"):
+    with refused("no-chunks"):
         exported(made).target(layout.SHERPA, 160)

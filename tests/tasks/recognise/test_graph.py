@@ -6,6 +6,7 @@ import onnxruntime
 import pytest
 import torch
 from conformers import conformer
+from refusals import refused
 from speechbrain.lobes.features import MFCC, Fbank
 from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
 from speechbrain.lobes.models.CRDNN import CRDNN
@@ -14,7 +15,6 @@ from speechbrain.nnet.linear import Linear
 from speechbrain.processing.features import InputNormalization
 from torch import nn
 
-from sbkit.errors import SbkitError
 from sbkit.export import graph, runners
 from sbkit.export.exported import INPUTS
 from sbkit.infer.backends import move_program
@@ -199,7 +199,7 @@ def test_lengths_have_a_closed_form(outputs, expected):
 
 
 def test_lengths_without_one_are_refused():
-    with pytest.raises(SbkitError, match=r"turn T frames into \(T \+ a\) // b"):
+    with refused("not-exportable"):
         recogniser.closed_form(LengthRule([0, 5, 5, 5, *((t + 1) // 2 for t in range(4, 64))]))
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from letters import Letters
+from refusals import refused
 from speechbrain.core import Stage
 
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.greedy import greedy
 from sbkit.decode.token_search import Hypothesis
-from sbkit.errors import SbkitError
 from sbkit.runs.evaluation_request import EvaluateRequest
 from sbkit.tasks.ctc.decoding import CTCDecoding
 from sbkit.tasks.recognise import search as search_asked
@@ -75,14 +75,12 @@ class BestTokens(Decoding):
         return greedy(scores, frames)
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"beam": 4}, "the model has no search that takes --beam; leave it out"),
-    ({"hot_words": ["ab"]}, "the model has no search that takes --hot-word; leave it out"),
-    ({"joint": True}, "the model has no attention decoder, so it can't use --joint; leave it out")])
-def test_a_loss_without_a_search_refuses_one(options, message, tmp_path):
+@pytest.mark.parametrize("options, key", [
+    ({"beam": 4}, "beam"), ({"hot_words": ["ab"]}, "hot-word"), ({"joint": True}, "joint")])
+def test_a_loss_without_a_search_refuses_one(options, key, tmp_path):
     keys = SimpleNamespace(decoder=None, tokenizer=PIECES, blank_index=0, corpus=SimpleNamespace(text=str))
     transcriber = Transcriber(SimpleNamespace(), keys, BestTokens())
-    with pytest.raises(SbkitError, match=message):
+    with refused("no-such-search", key=key):
         transcriber.use_search(EvaluateRequest(tmp_path, **options))
 
 

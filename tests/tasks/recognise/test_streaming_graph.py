@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from streaming_recognisers import BANDS, CHUNKS, agrees, described, eager, recogniser, signals
 from torch import nn
 
-from sbkit.errors import SbkitError
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.kaldi import FilterBank
 from sbkit.tasks.recognise.graph import reference
@@ -63,11 +63,11 @@ def test_the_recogniser_stays_as_it_was(model):
     assert all(each.requires_grad for each in model.encoder.parameters())
 
 
-@pytest.mark.parametrize("given, told", [
-    ({"features": nn.Identity()}, "its features come from Identity, .* needs a FilterBank; train with sbkit"),
-    ({"features": FilterBank(n_mels=BANDS, frame_length=8.0)}, "its features skip samples"),
-    ({"attention_type": "RelPosMHAXL"}, "its attention is RelPosMHAXL"),
+@pytest.mark.parametrize("given, key", [
+    ({"features": nn.Identity()}, "compute_features"),
+    ({"features": FilterBank(n_mels=BANDS, frame_length=8.0)}, "frame_length"),
+    ({"attention_type": "RelPosMHAXL"}, "attention_type"),
 ])
-def test_what_cannot_run_on_a_stream_is_refused(given, told):
-    with pytest.raises(SbkitError, match=told):
+def test_what_cannot_run_on_a_stream_is_refused(given, key):
+    with refused("not-streamable", key=key):
         StreamingGraph(recogniser(**given))

@@ -1,12 +1,11 @@
 """What sherpa-onnx runs a transducer's streams with, as one of NeMo's."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from streaming_recognisers import recogniser
 
-from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.nn.transducer import TransducerHead
 from sbkit.tasks.transducer.exported import ExportedTransducer
@@ -52,5 +51,5 @@ def test_one_that_did_not_learn_in_chunks_is_refused(monkeypatch):
     monkeypatch.setattr("sbkit.tasks.recognise.sherpa_stream.imported", lambda: None)
     made = recogniser()
     made.chunks = None
-    with pytest.raises(SbkitError, match="the recipe has no chunks"):
+    with refused("no-chunks"):
         ExportedTransducer(None, {}, 16_000, acoustic_model=made, keys=None).target(layout.SHERPA)
