@@ -117,8 +117,8 @@ class Builder:
 
     def fail(self, node: Node, code: str, message: str, hint: str = "") -> NoReturn:
         """End because of a mistake in a node."""
-        raise SbkitError(code, f"{node.place}: {node.key}: {message}", hint=hint or None, file=node.place.file,
-                         line=node.place.line or None, key=node.key)
+        raise SbkitError(code, f"{node.place}: {node.key}: {message}", hint=hint or None, key=node.key,
+                         file=node.place.file if node.place.line else None, line=node.place.line or None)
 
 
 class Built(Builder):

@@ -26,8 +26,10 @@ from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
 from sbkit.system.console import stored_json
 
-#: Keys of a corpus that its recipe says of the source, to be blamed for errors that mention them.
-_SAID_OF_SOURCE = ("columns", "splits", "only")
+#: Keys with which a recipe describes the source of a corpus, to be blamed for errors about what they describe.
+_DESCRIBE_SOURCE = ("columns", "splits", "only")
+#: The key that describes what an error with this code is about.
+_KEY_OF_CODE = {"missing-column": "columns", "missing-split": "splits"}
 
 
 def check_corpus(built: Built, task: TaskClass, findings: Findings, request: CheckRequest) -> None:
@@ -119,13 +121,14 @@ def _check_source_exists(corpus: Any,  # of any class with check_exists
 
 
 def _key_to_blame(corpus: Corpus, node: Node, error: SbkitError) -> str:
-    """The key of a corpus that an error about its source mentions: one of what the recipe itself says of the source.
+    """The key of a corpus to blame for an error about its source: one that describes the source, if the recipe has it.
 
     An error about a line of a list is the list's.
     """
-    if "line " not in error.message:
-        for key in _SAID_OF_SOURCE:
-            if key in node.value and getattr(corpus, key) and f" {key[:5]}" in error.message:
+    if error.line is None:
+        named = (error.key or "").removeprefix("corpus.").partition(".")[0]
+        for key in (named, _KEY_OF_CODE.get(error.code)):
+            if key in _DESCRIBE_SOURCE and key in node.value and getattr(corpus, key):
                 return key
     return "source"
 

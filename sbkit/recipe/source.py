@@ -145,9 +145,10 @@ class Node:
 
         sbkit's own errors say which; the messages of other libraries are searched for names of keys.
         """
-        if isinstance(error, SbkitError) and error.key is not None:
-            named = error.key.removeprefix(f"{self.key}.")
-            return self.culprit([named] if isinstance(self.value, dict) and named in self.value else ())
+        if isinstance(error, SbkitError) and error.key is not None and isinstance(self.value, dict):
+            named = [part for part in error.key.split(".") if part in self.value]
+            if named:
+                return self.culprit(named[:1])
         return self.culprit_named_in(error.message if isinstance(error, SbkitError) else str(error))
 
     def culprit_named_in(self, message: str) -> tuple[Place, str]:
@@ -311,5 +312,6 @@ class Findings(list[Finding]):
         first = errors[0]
         messages = [f"{error.where}: {error.key and f'{error.key}: '}{error.message}" for error in errors]
         hints = dict.fromkeys(error.suggestion for error in errors if error.suggestion)
-        return SbkitError(first.code, "; ".join(messages), hint="; ".join(hints) or None, file=first.file,
-                          line=first.line or None, key=first.key or None)
+        return SbkitError(first.code, "; ".join(messages), hint="; ".join(hints) or None,
+                          file=None if first.file == COMMAND_LINE else first.file, line=first.line or None,
+                          key=first.key.removeprefix("--") or None)

@@ -38,7 +38,7 @@ def test_a_broken_recipe_gets_its_messages(name, monkeypatch):
 
 def test_a_recipe_that_is_not_there_is_an_error():
     (error,) = check("nowhere.yaml").errors
-    assert str(error) == "nowhere.yaml: error: cannot be read: No such file or directory"
+    assert str(error) == "nowhere.yaml: error: cannot be read: No such file or directory [no-file]"
 
 
 @pytest.mark.parametrize("text, expected", [

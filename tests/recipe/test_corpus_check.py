@@ -39,26 +39,26 @@ def elsewhere(tmp_path):
 
 def test_a_corpus_on_another_machine_is_a_warning(elsewhere, tmp_path):
     report = check(elsewhere)
-    assert [(each.code, Path(each.file), each.line) for each in report.warnings] == [("no-corpus", elsewhere, 3)]
+    assert [(each.code, Path(each.file), each.line) for each in report.warnings] == [("no-such-path", elsewhere, 3)]
     assert f"{tmp_path / 'gone'}: no such file or folder on this machine" in report.problems()
     assert not report.errors
 
 
 def test_a_corpus_and_a_rate_that_no_run_could_have_are_told_without_building_anything(elsewhere, tmp_path):
     report = check(elsewhere, {"opt_class": {"lr": -1}}, run=False)
-    assert [(each.code, each.line) for each in report.findings] == [("wrong-value", 0), ("no-corpus", 3)]
-    assert [each.code for each in check(elsewhere, {"data_folder": "./gone"}, run=False).errors] == ["no-corpus"]
+    assert [(each.code, each.line) for each in report.findings] == [("wrong-value", 0), ("no-such-path", 3)]
+    assert [each.code for each in check(elsewhere, {"data_folder": "./gone"}, run=False).errors] == ["no-such-path"]
     assert check(elsewhere, {"data_folder": ""}, run=False).findings == []  # the demo corpus
     mixture = write(tmp_path, f"{BASED}    corpus: !new:sbkit.data.mixture.Mixture\n        folder: {tmp_path}\n"
                               f"        parts: {{a: !new:sbkit.data.corpus.Corpus {{source: {tmp_path / 'gone'}}}}}\n")
-    assert [(each.code, each.line) for each in check(mixture, run=False).warnings] == [("no-corpus", 4)]
+    assert [(each.code, each.line) for each in check(mixture, run=False).warnings] == [("no-such-path", 4)]
 
 
 @pytest.mark.parametrize("starting, given", [(True, {}), (True, {"data_folder": "./gone"}),
                                              (False, {"data_folder": "./gone"})])
 def test_a_corpus_that_is_missing_where_the_run_starts_is_an_error(elsewhere, starting, given):
     report = check(elsewhere, given, starting=starting)
-    assert [each.code for each in report.errors] == ["no-corpus"]
+    assert [each.code for each in report.errors] == ["no-such-path"]
     assert ("--data_folder: ./gone" if given else f"{elsewhere}:3: error: data_folder") in report.problems()
 
 
@@ -70,39 +70,39 @@ def test_a_corpus_that_is_missing_where_the_run_starts_is_an_error(elsewhere, st
 def test_a_folder_of_noise_that_is_missing_or_empty_is_reported_before_anything_is_prepared(tmp_path, kind, key):
     path = write(tmp_path, f"{BASED}    noise: {tmp_path / 'noise'}\n    {key}\n")
     report = check(path)
-    [finding] = [each for each in report.warnings if each.code == "no-recordings"]
+    [finding] = [each for each in report.warnings if each.code == "no-such-path" and each.key == "noise"]
     assert (Path(finding.file), finding.line, finding.key) == (path, 2, "noise") and not report.errors
     assert finding.message == f"{kind}: {tmp_path / 'noise'} is not a folder on this machine"
     (tmp_path / "noise").mkdir()
     [finding] = check(path, {"data_folder": None}, starting=True).errors
-    assert finding.message == f"{kind}: no audio files in {tmp_path / 'noise'}"
+    assert finding.code == "no-audio-files" and finding.message == f"{kind}: no audio files in {tmp_path / 'noise'}"
 
 
 def test_a_tokenizer_of_ones_own_that_is_missing_is_told_before_anything_is_prepared(tmp_path):
     path = write(tmp_path, f"{BASED}    tokenizer: {{model: {tmp_path / 'my.model'}}}\n")
     write(tmp_path, f"{BASED}    tokenizer: !new:test_corpus_check.Mine {{folder: {tmp_path}, name: my.model}}\n")
-    assert [each.code for each in check(path).warnings] == ["no-tokenizer"]
+    assert [each.code for each in check(path).warnings] == ["no-such-path"]
     write(tmp_path, f"{BASED}    tokenizer: {{model: {tmp_path / 'my.model'}}}\n")
     [finding] = check(path).warnings
-    assert (finding.code, finding.line) == ("no-tokenizer", 2) and "my.model: no such file on this" in finding.message
-    assert [each.code for each in check(path, {"data_folder": None}, starting=True).errors] == ["no-tokenizer"]
+    assert (finding.code, finding.line) == ("no-such-path", 2) and "my.model: no such file on this" in finding.message
+    assert [each.code for each in check(path, {"data_folder": None}, starting=True).errors] == ["no-such-path"]
 
 
 def test_an_output_folder_that_cannot_be_written_is_told_before_anything_is_prepared(tmp_path):
     (tmp_path / "file").touch()
     path = write(tmp_path, f"{BASED}    output_folder: {tmp_path / 'file' / 'out'}\n")
     [finding] = check(path).warnings
-    assert (finding.code, finding.line, finding.key) == ("no-output", 2, "output_folder")
+    assert (finding.code, finding.line, finding.key) == ("not-writable", 2, "output_folder")
     assert finding.message == (f"cannot write {tmp_path / 'file' / 'out' / 'hyperparams.yaml'}: Not a directory "
                                "on this machine")
     [finding] = check(path, {"data_folder": None}, starting=True).errors
-    assert finding.code == "no-output"
+    assert finding.code == "not-writable"
 
 
 @pytest.mark.parametrize(("lists", "code", "told"), [
-    ("ID,wav,wrd\na,{0}/here.wav,caf\u00e9\n".encode("latin-1"), "corpus", "line 2, column 'wrd': not UTF-8"),
-    (b"ID,sound,wrd\na,{0}/here.wav,cafe\n", "corpus", "no column for the audio"),
-    (b"ID,wav,wrd\na,$data_root/gone.wav,cafe\n", "no-recordings", "there is no {0}/gone.wav"),
+    ("ID,wav,wrd\na,{0}/here.wav,caf\u00e9\n".encode("latin-1"), "not-utf8", "line 2, column 'wrd': not UTF-8"),
+    (b"ID,sound,wrd\na,{0}/here.wav,cafe\n", "missing-column", "no column for the audio"),
+    (b"ID,wav,wrd\na,$data_root/gone.wav,cafe\n", "missing-audio", "there is no {0}/gone.wav"),
     (b"ID,wav,wrd\n" + b"a,gone.wav,cafe\n" * 20 + b"b,here.wav,cafe\n", "", ""),
     (b"ID,wav,wrd\na,here.wav?offset=0&size=0,cafe\n", "", ""),
 ])
@@ -114,7 +114,7 @@ def test_what_is_wrong_in_a_short_list_is_told_before_anything_is_prepared(tmp_p
     found = check(path, starting=True).errors
     assert [each.code for each in found] == ([code] if code else [])
     assert all(told.format(tmp_path) in each.message for each in found)
-    if code == "no-recordings":
+    if code == "missing-audio":
         assert [each.code for each in check(path).warnings] == [code], "the recipe may be for another machine"
 
 
@@ -124,7 +124,7 @@ def test_of_a_common_voice_release_the_clips_and_the_language_are_looked_at(tmp_
         (tmp_path / "cv" / f"{name}.tsv").write_text("client_id\tpath\tsentence\tlocale\nann\ta.mp3\tcafe\tcs\n")
     path = write(tmp_path, f"{BASED}    data_folder: {tmp_path / 'cv'}\n")
     found = check(path, {"corpus": {"language": "nl"}}, starting=True).errors
-    assert [each.code for each in found] == ["no-recordings"] and "there is no " in found[0].message
+    assert [each.code for each in found] == ["missing-audio"] and "there is no " in found[0].message
     assert "holds cs, but the language is set to nl" in caplog.text
     (tmp_path / "cv" / "clips" / "a.mp3").touch()
     assert not check(path, starting=True).errors
@@ -182,7 +182,7 @@ def test_a_mixture_without_a_dev_split_is_an_error_at_its_parts(tmp_path):
             two: !new:sbkit.data.corpus.Corpus {{source: {{train: {tmp_path}/train.csv}}, language: en}}
 """)
     [finding] = check(path).errors
-    assert (finding.code, finding.line) == ("splits", 4)
+    assert (finding.code, finding.line) == ("missing-split", 4)
     assert finding.message == "no part of the mixture has a dev split, and parts aren't divided"
     (tmp_path / "dev.csv").write_text("ID,duration,wav,spk_id,wrd\n")
     assert not check(path).errors
@@ -192,15 +192,15 @@ def test_a_corpus_without_a_split_or_transcripts_is_an_error_before_it_is_prepar
     run_folders.corpus(tmp_path / "gone", 1.0, train=2, dev=1, test=1)
     (tmp_path / "gone" / "dev.csv").unlink()
     [finding] = check(elsewhere).errors
-    assert (finding.code, finding.line) == ("corpus", 3)
+    assert (finding.code, finding.line) == ("missing-split", 3)
     assert finding.message.endswith("has no dev split (its splits: test, train)")
     assert not check(elsewhere, needed=("train", "test")).errors
     [finding] = check(elsewhere, {"corpus": {"only": ["test"]}}).errors
-    assert finding.key == "corpus.only" and "only leaves out train and dev" in finding.message
+    assert (finding.code, finding.key) == ("missing-split", "corpus.only") and "only leaves out train and dev" in finding.message
     (tmp_path / "alone").mkdir()
     soundfile.write(tmp_path / "alone" / "one.wav", np.zeros(1600), 16000)
     [finding] = check(elsewhere, {"data_folder": str(tmp_path / "alone")}).errors
-    assert finding.message == f"{tmp_path / 'alone'} has recordings but no list with their transcripts"
+    assert finding.code == "missing-text" and finding.message == f"{tmp_path / 'alone'} has recordings but no list with their transcripts"
 
 
 class Elsewhere(Source):
@@ -222,14 +222,14 @@ def test_a_source_of_ones_own_is_left_alone_and_a_corpus_built_by_a_function_is_
     assert not check(path).errors
     write(tmp_path, f"{BASED}    corpus: !apply:test_corpus_check.made {{root: {tmp_path / 'gone'}}}\n")
     report = check(path)
-    assert not report.errors and [each.code for each in report.warnings] == ["no-corpus"]
+    assert not report.errors and [each.code for each in report.warnings] == ["no-such-path"]
 
 
 def test_a_demo_corpus_that_nobody_can_speak_is_told_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = write(tmp_path, f"{BASED}    corpus: {{language: klingon}}\n")
     [finding] = check(path, starting=True).errors
-    assert (finding.code, Path(finding.file), finding.line) == ("no-corpus", path, 2)
+    assert (finding.code, Path(finding.file), finding.line) == ("unknown-language", path, 2)
     assert "has no language 'klingon'" in finding.message
 
 
@@ -274,9 +274,9 @@ def test_a_column_that_the_task_needs_and_the_corpus_lacks_is_an_error_where_the
     text = f"{BASED}    data_folder: {tmp_path / 'gone'}\n    brain: !name:further_columns.Further\n"
     path.write_text(text)
     report = check(path)
-    [finding] = [each for each in report.errors if each.code == "corpus"]
+    [finding] = [each for each in report.errors if each.code == "missing-column"]
     assert (Path(finding.file), finding.line, finding.key) == (path, 2, "data_folder")
     assert "has no column for the clean: looked for 'clean' among ID, duration, wav, spk_id, wrd, clean_wav" in \
         finding.message and "columns: {clean: NAME}" in report.problems()
     path.write_text(f"{text}    corpus: {{columns: {{clean: clean_wav}}}}\n")
-    assert not [each for each in check(path).errors if each.code == "corpus"]
+    assert not [each for each in check(path).errors if each.code == "missing-column"]

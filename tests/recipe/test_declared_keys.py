@@ -5,7 +5,6 @@ import pytest
 from refusals import refused
 from written import BASED, SMALL, changed, write
 
-from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.check import check
@@ -100,12 +99,12 @@ def test_what_only_a_script_may_say_is_reported_in_a_recipe_of_a_task(tmp_path):
 ])
 def test_parts_of_it_and_what_nobody_declares_are_refused(words, expected, tmp_path):
     path, given = chained(tmp_path), parse_overrides(words.split())
-    with pytest.raises(SbkitError) as error:
-        load.load(path, given)
     option = words.split()[0].partition(".")[0]
-    assert str(error.value) == f"command line: {option}: {path} {expected}"
+    with refused("unknown-override", key=option.removeprefix("--")):
+        load.load(path, given)
     (found,) = check(path, given, run=False).errors
-    assert str(found) == f"command line: error: {option}: {path} {expected}"
+    assert (found.code, found.key) == ("unknown-override", option)
+    assert f"{found.message}; {found.suggestion}" == f"{path} {expected}"
 
 
 @pytest.mark.parametrize("brain", [None, "!name:sbkit.tasks.ctc.CTK", "!name:no_such_module.CTC", "CTC"])
