@@ -274,7 +274,7 @@ def test_data_is_short_for_data_folder_and_hyphens_are_underscores(given, expect
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ("{CNN:true}", "{CNN:true}: YAML wants a space after a colon"),
+    ("{CNN:true}", "{CNN:true}: there is no space after a colon"),
     ("{CNN: true", "{CNN: true: a bracket is not closed"),
     ("!new:torch.nn.Linear {in_features: 3", "in_features: 3: a bracket is not closed")])
 def test_a_mapping_that_yaml_reads_otherwise_is_told(given, told):

@@ -129,7 +129,7 @@ def _refuse_without_task(name: str, recipe: Files, known: Container[str]) -> Non
         return
     from sbkit.recipe.keys import COMPLETE, SCRIPT
 
-    raise SbkitError("missing-key", f"{name} lacks the key brain, which names the task", file=name, key="brain",
+    raise SbkitError("missing-key", f"{name} lacks brain", file=name, key="brain",
                      hint=f"{SCRIPT}; otherwise, {COMPLETE}")
 
 
@@ -261,7 +261,7 @@ def make_importable(recipe: Path) -> None:
 
 def _raise(message: str) -> None:
     if message.endswith("required: param_file"):
-        raise SbkitError("not-a-recipe", "no recipe is given",
+        raise SbkitError("not-a-recipe", "no recipe given",
                          hint="name it first: hparams/ctc.yaml [--key value ...]; --help says more")
     for theirs, plain in {"invalid int value:": "write a whole number, such as 5, not",
                         "invalid float value:": "write a number, such as 0.5, not",

@@ -175,7 +175,7 @@ def declaring_class(hparams: Mapping[str, Any], there: Container[str], path: Pat
     """
     task = hparams.get("brain")
     if task is None:
-        raise SbkitError("missing-key", f"{path} lacks the key brain, which names the task", file=path, key="brain",
+        raise SbkitError("missing-key", f"{path} lacks brain", file=path, key="brain",
                          hint=f"{SCRIPT}; otherwise, {COMPLETE}")
     declared = getattr(task, "Keys", None)
     if declared is None or not is_task(task):

@@ -221,7 +221,7 @@ def test_a_model_at_another_rate(tmp_path):
     folder = published.make(tmp_path / "model")
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "sampling_rate": 8_000}))
-    assert "takes 8,000 samples a second, but these families take 16,000" in refusal(tmp_path, folder).message
+    assert "takes 8,000 samples per second, but these families take 16,000" in refusal(tmp_path, folder).message
 
 
 def test_the_hub_without_a_network(tmp_path, monkeypatch):

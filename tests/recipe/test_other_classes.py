@@ -29,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("without_cost")
     ("ctc_weight: 0.3", "ctc_weight: 0.3\nschedule: !new:torch.nn.Identity",
      "it is of torch.nn.modules.linear.Identity, and must be a sbkit.train.schedule.Schedule"),
     ("ctc_weight: 0.3", "ctc_weight: 0.3\ndecoder: !new:torch.nn.Identity",
-     "it is of Identity; a search has decode() and a tokenizer"),
+     "it is of Identity; a search has a method decode and a tokenizer"),
     ("ctc_weight: 0.3", "ctc_weight: 0.3\ndecoder: !name:sbkit.decode.beam.BeamSearch",
-     "it is only the name of BeamSearch; a search has decode() and a tokenizer"),
+     "it is only the name of BeamSearch; a search has a method decode and a tokenizer"),
 ], ids=["a mapping", "a list", "a name", "a tokenizer", "another's name", "a checkpointer", "a schedule",
         "a decoder", "a named decoder"])
 def test_an_object_of_another_class_is_one_error_with_its_line(tmp_path, key, instead, message):

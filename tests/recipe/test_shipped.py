@@ -161,7 +161,7 @@ SSL = "hparams/finetune.yaml"
 @pytest.mark.parametrize("key, given, at, expected, mend", [
     ("ctc_weight", 0.3, "command line", "an attention decoder trains, but encoder has none", "write ctc_weight: 1.0"),
     ("intermediate_ctc", 0.3, "command line", "Encoder has no list of layers", "write intermediate_ctc: 0"),
-    ("sample_rate", 8000, str(ROOT / SSL), "takes 16000 samples a second", "write sample_rate: 16000")])
+    ("sample_rate", 8000, str(ROOT / SSL), "takes 16000 samples per second", "write sample_rate: 16000")])
 def test_what_a_pretrained_encoder_has_no_part_for_or_was_not_trained_at_is_refused(tmp_path, key, given, at, expected,
                                                                                     mend):
     (error,) = check(ROOT / SSL, stand_ins(SSL, tmp_path) | {key: given}).errors

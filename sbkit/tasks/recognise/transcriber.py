@@ -125,7 +125,7 @@ class Transcriber:
             raise SbkitError("bad-option", "--ctc-weight is for the search with CTC and the attention decoder",
                              key="ctc-weight", hint="add --joint")
         if not request.lm and (request.tune_lm or request.lm_weight is not None):
-            raise SbkitError("bad-option", "--lm-weight and --tune-lm need a language model", key="lm",
+            raise SbkitError("bad-option", "there is no language model to weight", key="lm",
                              hint="name one: --lm FILE.arpa (see sbkit lm)")
         search = self.keys.decoder
         arguments = options(request, self.keys)

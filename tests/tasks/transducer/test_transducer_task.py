@@ -72,7 +72,7 @@ def test_a_token_that_is_in_no_vocabulary_is_named(made):
     ({"ctc_weight": 0.0}, "it is 0, but ctc_lin is set"), ({"ctc_weight": 0.0, "ctc_lin": None}, None),
     ({"ctc_lin": None}, "it is 0.3, but ctc_lin is missing"),
     ({"ctc_weight": 1.0}, "it is 1, so nothing trains the transducer"),
-    ({"decoder": BeamSearch()}, "it is a BeamSearch, which searches no transducer's states"),
+    ({"decoder": BeamSearch()}, "it is a BeamSearch, which can't search the outputs of a transducer"),
     ({"decoder": TransducerBeam()}, None)])
 def test_what_does_not_go_together_is_told(made, keys, told):
     changed = copy.copy(made.keys)

@@ -140,7 +140,7 @@ def test_rows_without_labels_are_counted_and_named(tmp_path, caplog):
     assert made.facts["splits"]["dev"] == {"rows": 3, "kept": 2, "left_out": 1}
     said = caplog.text
     assert "left out of train: bad: nobody said that" in said and "left out of train: gone:" in said
-    assert "labels: 2 of 34 rows of train have none" in said
+    assert "labels: 2 of 34 rows of train are left out" in said
     assert "left out of dev: new: no training text has 'é'" in said
     found = labels.read(made.keys)
     assert len(found) == 36 and found.get("train", "bad", "a zz") is None and found.get("dev", "new", "aéc") is None
@@ -152,7 +152,7 @@ def test_a_recording_whose_codes_are_in_no_book_is_left_out_alone(made, caplog):
     with caplog.at_level(logging.WARNING):
         made.label()
     assert made.facts["splits"]["train"] == {"rows": 12, "kept": 11, "left_out": 1}
-    assert "left out of train: t5: its codes are in no book" in caplog.text
+    assert "t5 of train is left out: its codes are in no book" in caplog.text
 
 
 @pytest.mark.parametrize("bad", [3, 12])
