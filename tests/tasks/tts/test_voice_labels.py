@@ -139,9 +139,9 @@ def test_rows_without_labels_are_counted_and_named(tmp_path, caplog):
     assert made.facts["splits"]["train"] == {"rows": 34, "kept": 32, "left_out": 2}
     assert made.facts["splits"]["dev"] == {"rows": 3, "kept": 2, "left_out": 1}
     said = caplog.text
-    assert "left out of train: bad: nobody said that" in said and "left out of train: gone:" in said
+    assert "bad of train is left out: nobody said that" in said and "gone of train is left out:" in said
     assert "labels: 2 of 34 rows of train are left out" in said
-    assert "left out of dev: new: no training text has 'é'" in said
+    assert "new of dev is left out: no training text has 'é'" in said
     found = labels.read(made.keys)
     assert len(found) == 36 and found.get("train", "bad", "a zz") is None and found.get("dev", "new", "aéc") is None
 
