@@ -47,7 +47,7 @@ def keys_on_demand(path: Path, overrides: Mapping[str, Any], tree: Node) -> Task
     declared = declaring_class(values, tree.value, path)
     if problems := [*declared.wrong(values), *declared.null(values)]:
         found = mistakes(path, overrides)  # which names the command line, too
-        if found:
+        if found.has_errors:
             raise found.as_error()
         refuse_problems(problems, path)
 
