@@ -66,7 +66,8 @@ def test_json_is_for_programs(capsys):
     out, err = capsys.readouterr()
     assert err == ""
     report = json.loads(out)
-    assert sorted(report) == ["errors", "format", "ignored", "not_checked", "ok", "recipe", "seconds", "sections", "warnings"]
+    assert sorted(report) == ["errors", "format", "ignored", "not_checked", "ok", "recipe", "seconds", "sections",
+                              "warnings"]
     assert report["format"] == JSON_FORMAT and report["ok"] is False and report["warnings"] == []
     assert report["errors"] == [{
         "severity": "error", "code": "unknown-argument", "file": str(BROKEN / "unknown_argument.yaml"), "line": 4,
