@@ -102,7 +102,7 @@ def test_an_output_folder_that_cannot_be_written_is_told_before_anything_is_prep
 @pytest.mark.parametrize(("lists", "code", "told"), [
     ("ID,wav,wrd\na,{0}/here.wav,caf\u00e9\n".encode("latin-1"), "not-utf8", "line 2, column 'wrd': not UTF-8"),
     (b"ID,sound,wrd\na,{0}/here.wav,cafe\n", "missing-column", "no column for the audio"),
-    (b"ID,wav,wrd\na,$data_root/gone.wav,cafe\n", "missing-audio", "there is no {0}/gone.wav"),
+    (b"ID,wav,wrd\na,$data_root/gone.wav,cafe\n", "missing-audio", "such as {0}/gone.wav"),
     (b"ID,wav,wrd\n" + b"a,gone.wav,cafe\n" * 20 + b"b,here.wav,cafe\n", "", ""),
     (b"ID,wav,wrd\na,here.wav?offset=0&size=0,cafe\n", "", ""),
 ])
@@ -124,7 +124,7 @@ def test_of_a_common_voice_release_the_clips_and_the_language_are_looked_at(tmp_
         (tmp_path / "cv" / f"{name}.tsv").write_text("client_id\tpath\tsentence\tlocale\nann\ta.mp3\tcafe\tcs\n")
     path = write(tmp_path, f"{BASED}    data_folder: {tmp_path / 'cv'}\n")
     found = check(path, {"corpus": {"language": "nl"}}, starting=True).errors
-    assert [each.code for each in found] == ["missing-audio"] and "there is no " in found[0].message
+    assert [each.code for each in found] == ["missing-audio"] and "a.mp3" in found[0].message
     assert "holds cs, but the language is set to nl" in caplog.text
     (tmp_path / "cv" / "clips" / "a.mp3").touch()
     assert not check(path, starting=True).errors
@@ -183,7 +183,7 @@ def test_a_mixture_without_a_dev_split_is_an_error_at_its_parts(tmp_path):
 """)
     [finding] = check(path).errors
     assert (finding.code, finding.line) == ("missing-split", 4)
-    assert finding.message == "no part of the mixture has a dev split, and parts aren't divided"
+    assert "no part of the mixture has a dev split" in finding.message
     (tmp_path / "dev.csv").write_text("ID,duration,wav,spk_id,wrd\n")
     assert not check(path).errors
 

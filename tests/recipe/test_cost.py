@@ -42,7 +42,7 @@ def test_a_micro_batch_that_is_too_large_is_blamed_on_the_value_that_batching_ha
     (warning,) = warnings(needs_nine, batching)
     assert warning == (
         f"{place}: warning: max_batch_seconds: a micro-batch of 60 s needs about 9.00 GiB, cuda has 8.00 GiB; set "
-        "max_batch_seconds to 43 s or less: the optimizer steps stay the same, with more micro-batches")
+        "max_batch_seconds to 43 s or less: the optimizer steps stay the same, with more micro-batches [too-large]")
 
 
 def test_a_micro_batch_that_the_memory_of_the_machine_cannot_hold_is_told_on_a_cpu(needs_nine, monkeypatch):

@@ -131,10 +131,11 @@ def test_without_a_run_a_task_of_ones_own_is_not_imported(tmp_path, mine):
 
 
 @pytest.mark.parametrize("words, expected", [
-    ("--spec_augment none", "spec_augment: it is the text 'none', and must be an object or null; write null"),
-    ("--normalize false", "normalize: it is False, and must be an object or null; write null"),
-    ("--CNN None", "CNN: 'None' is a text, not null; write null"),
-    ("--tokenizer none", "tokenizer: it is the text 'none', and must be an object; write !new: and its class"),
+    ("--spec_augment none", "spec_augment: it is the text 'none', and must be an object or null; write null [setting]"),
+    ("--normalize false", "normalize: it is False, and must be an object or null; write null [setting]"),
+    ("--CNN None", "CNN: 'None' is a text, not null; write null [null-as-text]"),
+    ("--tokenizer none", "tokenizer: it is the text 'none', and must be an object; write !new: and its class "
+                         "[setting]"),
     ("--spec_augment null", ""), ("--fsdp true", ""), ("--spec_augment !new:torch.nn.Identity", "")])
 def test_a_text_for_an_object_is_reported_without_building_anything(words, expected):
     report = check(SMALL, parse_overrides(words.split()), run=False)

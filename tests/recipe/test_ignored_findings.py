@@ -32,7 +32,7 @@ def codes(findings):
 
 def test_warnings_with_an_ignored_code_are_counted_instead_of_listed(warned):
     plain = check(warned, run=False)
-    assert codes(plain.warnings) == ["unread-key"] and "ignored" not in plain.verdict()
+    assert codes(plain.warnings) == ["unread-key"] and " ignored (" not in plain.verdict()
     report = check(warned, run=False, ignore=["unread-key", "padding"])
     assert not report.warnings and not report.errors
     assert report.problems() == "" and ", 1 warning ignored (unread-key) (" in report.verdict()
