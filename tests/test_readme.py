@@ -137,7 +137,7 @@ def test_the_mixture_on_the_page_about_data_builds(tmp_path):
     recipe.write_text(re.sub("^ {4}", "", block, flags=re.M).replace("hparams/", f"{ROOT}/hparams/"))
     report = check(recipe, {"output_folder": str(tmp_path / "run"), "num_encoder_layers": 1})
     assert [each.code for each in report.errors] == []
-    assert [each.code for each in report.warnings] == ["no-corpus"] * 2, "both parts are on another machine"
+    assert [each.code for each in report.warnings] == ["no-such-path"] * 2, "both parts are on another machine"
 
 
 @pytest.mark.slow

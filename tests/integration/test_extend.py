@@ -109,7 +109,7 @@ def test_a_new_folder_for_a_task_of_ones_own_has_it_and_passes_its_check(home, t
         assert (own / written).read_text() == text, "the page's and the folder's are one"
     assert "sbkit check hparams/mine.yaml" in said
     report = json.loads(sbkit(own, "check", "hparams/mine.yaml", "--json"))
-    assert report["errors"] == [] and [each["code"] for each in report["warnings"]] == ["no-corpus"]
+    assert report["errors"] == [] and [each["code"] for each in report["warnings"]] == ["no-such-path"]
     tones(own / "data", 60, 15)
     (own / "lines.py").write_text(
         "from pathlib import Path\nfrom sbkit.train.monitor.loggers import Logger\n\n\nclass Lines(Logger):\n"
@@ -194,7 +194,7 @@ def test_pairs_and_labels_are_checked_and_learnt_from(home):
     assert "accuracy" in sbkit(home, "evaluate", speakers, "--split", "dev")
     wrong = sbkit(home, "check", "speakers.yaml", "--corpus.columns", "{clean: dry}", "--json", code=1)
     (error,) = json.loads(wrong)["errors"]
-    assert error["code"] == "corpus" and "'dry' among ID, duration, wav, spk_id, clean_wav" in error["message"]
+    assert error["code"] == "missing-column" and "'dry' among ID, duration, wav, spk_id, clean_wav" in error["message"]
 
 
 @pytest.mark.parametrize("source", ["pairs", "/nowhere/at/all"])
