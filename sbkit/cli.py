@@ -43,10 +43,11 @@ GROUPS = {
              "rollback"),
 }
 COMMANDS = [name for names in GROUPS.values() for name in names]
+_COMMAND = "COMMAND"  # what stands for one in the help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a user error is one line on stderr and exit code 2."""
+    """Run one command; a user error is one line on stderr and exit code 2, with ``--json`` also JSON on stdout."""
     argv = list(sys.argv[1:] if argv is None else argv)
     console.open_missing_streams()
     console.log_messages()
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # every rank has the same error; one reports it
             console.write_error(error.shown)
+            if "--json" in argv:
+                _print_as_json(error)
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's report ends with what it says
             text = error.shown
             extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -77,6 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `sbkit ... | head`
         console.silence(sys.stdout.fileno())
         return 1
+
+
+def _print_as_json(error: SbkitError) -> None:
+    """Print the error that ends a command in one line for programs; a reader that is gone is no further error."""
+    try:
+        print(json.dumps({"error": error.as_json()}, ensure_ascii=False), flush=True)
+    except BrokenPipeError:
+        console.silence(sys.stdout.fileno())
 
 
 def dispatch(argv: list[str]) -> int:
@@ -140,10 +151,11 @@ class _Parser(argparse.ArgumentParser):
 
             of_type = error.__context__  # what the argument's type raised
             word, choices = (of_type.word, of_type.choices) if isinstance(of_type, UnknownChoice) else ("", ())
-            self._refuse(str(error), word, choices)
+            self._refuse("bad-option", str(error), word, choices, error.argument_name)
         if unknown:
             options = [word for action in self._actions for word in action.option_strings]
-            self._refuse(f"unrecognized arguments: {' '.join(unknown)}", unknown[0].partition("=")[0], options)
+            option = unknown[0].partition("=")[0]
+            self._refuse("unknown-option", f"unrecognized arguments: {' '.join(unknown)}", option, options, option)
         return known, unknown
 
     def _spelled(self, word: str) -> str:
@@ -163,21 +175,29 @@ class _Parser(argparse.ArgumentParser):
         false."""
         needed = " ".join(f"{' '.join(action.option_strings[:1])} {action.metavar}".strip()
                           for action in self._actions if action.required)
-        raise SbkitError(message, hint=f"write {self.prog} {needed}; {self._see_help}")
+        raise SbkitError("missing-argument", message, hint=f"write {self.prog} {needed}; {self._see_help}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # what the argument's type made of a word
         """Suggest a choice near to one that there isn't; argparse's exception has neither."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            self._refuse(str(error), str(value), [str(choice) for choice in action.choices or ()])
+            code = "unknown-command" if action.metavar == _COMMAND else "bad-option"
+            self._refuse(code, str(error), str(value), [str(choice) for choice in action.choices or ()],
+                         error.argument_name, value)
 
-    def _refuse(self, message: str, word: str, options: Sequence[str]) -> NoReturn:
+    def _refuse(self, code: str, message: str, word: str, options: Sequence[str], argument: str | None,
+                value: object = None) -> NoReturn:
+        """Refuse a word, and suggest the nearest of the options.
+
+        argument, value : the option that the word belongs to, and its value
+        """
         from sbkit.recipe.overrides import NAMED_ELSEWHERE
 
         ours = self._spelled("--" + NAMED_ELSEWHERE.get(word.lstrip("-").replace("-", "_"), ""))
         near = [ours] if ours in options else difflib.get_close_matches(word, options, n=1)
-        raise SbkitError(message, hint=(f"did you mean {near[0]}? " if near else "") + self._see_help)
+        raise SbkitError(code, message, hint=(f"did you mean {near[0]}? " if near else "") + self._see_help,
+                         key=argument, value=value)
 
 
 def parser_for(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -189,7 +209,7 @@ def parser_for(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="sbkit", description="Train speech models from recipes and ship them.", epilog=groups,
                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"sbkit {sbkit.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar=_COMMAND, required=True)
     for name in COMMANDS:
         command = commands.add_parser(name)
         if name == called and not takes_recipe(name):

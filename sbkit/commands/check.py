@@ -57,14 +57,17 @@ def _check(argv: list[str]) -> int:
 
 def _refuse_combinations(options: argparse.Namespace) -> None:
     if options.price is not None and options.no_run:
-        raise SbkitError("--price needs the model, which --no-run doesn't build", hint="drop one of them")
+        raise SbkitError("conflicting-options", "--price needs the model, which --no-run doesn't build",
+                         hint="leave out one of them", key="--price")
     if options.measure and options.no_run:
-        raise SbkitError("--measure runs steps of the recipe, which --no-run doesn't", hint="drop one of them")
+        raise SbkitError("conflicting-options", "--measure runs steps of the recipe, and --no-run runs nothing",
+                         hint="leave out one of them", key="--measure")
     if options.as_ is not None and (options.measure or options.no_run):
-        raise SbkitError("--as rehearses the whole run, so it can't be used with "
-                         f"{'--measure' if options.measure else '--no-run'}", hint="drop one of them")
+        raise SbkitError("conflicting-options", "--as rehearses the whole run, so it can't be used with "
+                         f"{'--measure' if options.measure else '--no-run'}", hint="leave out one of them", key="--as")
     if options.as_ is None and options.html is not None:
-        raise SbkitError("--html writes the report of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
+        raise SbkitError("missing-argument", "--html writes the report of a rehearsal, which only --as makes",
+                         hint="add --as CARDS, such as --as 8xH100", key="--as")
 
 
 def _check_here(argv: list[str], options: argparse.Namespace) -> int:

@@ -38,18 +38,21 @@ def run(argv: list[str]) -> int:
     options, argv = arguments.command_options(argv, "such as --folds 3", folds=int)
     count = 2 if options.folds is None else options.folds
     if count < 2:
-        raise SbkitError(f"--folds {count}: a row is judged by a model not trained on it", hint="write 2 or more")
+        raise SbkitError("bad-option", f"--folds {count}: a row is judged by a model that wasn't trained on it, so "
+                         "there must be two models", hint="write 2 or more", key="--folds", value=count)
     command = arguments.parse(argv)
     device = devices.resolve(command.run_opts.device)
     keys = RunConfig.of(command, device).keys()
     corpus = keys.corpus
     folder = keys.folder / "clean"
     if not issubclass(keys.brain, CTC):
-        raise SbkitError(f"{command.path} trains {keys.brain.__name__}, and only CTC models score labels",
-                         hint="clean the corpus with hparams/ctc.yaml: its list works with every recipe")
+        raise SbkitError("wrong-task", f"{command.path} trains {keys.brain.__name__}, and only CTC models score labels",
+                         hint="clean the corpus with hparams/ctc.yaml: its list works with every recipe",
+                         file=command.path)
     if isinstance(corpus, Mixture):
-        raise SbkitError(f"{command.path} trains on a mixture, and sbkit clean takes one corpus",
-                         hint="clean each part by itself, and name its list under that part's exclude")
+        raise SbkitError("needs-one-corpus", f"{command.path} trains on a mixture, and sbkit clean takes one corpus",
+                         hint="clean each part by itself, and name its list under that part's exclude",
+                         file=command.path)
     splits = ("train", "dev")
     if command.check:
         training.before_run(command, splits)

@@ -224,8 +224,8 @@ def _report_missed_bounds(results: Sequence[CheckpointResult], request: Evaluate
     missed = False
     for name, bound, beyond, is_within in bounds:
         if not results[0].results.figures(name):
-            raise SbkitError(f"there is no {name} to compare with {bound:g}",
-                             hint=f"the results have {', '.join(results[0].results.stats)}")
+            raise SbkitError("no-such-figure", f"there is no {name} to compare with {bound:g}",
+                             hint=f"the results have {', '.join(results[0].results.stats)}", value=name)
         for scored in results:
             for part, value in scored.results.figures(name).items():
                 if not is_within(value, bound):  # NaN is within none

@@ -75,7 +75,8 @@ class _Plan:
             bundle = args.to or run
             run = _run_of(args.run)
         if bundle is None:
-            raise SbkitError("--to BUNDLE is missing", hint="name the bundle to publish")
+            raise SbkitError("missing-argument", "--to BUNDLE is missing, because RUN is not a bundle",
+                             hint="name the bundle to publish", key="--to")
 
         file = args.corrections / "corrections.jsonl" if args.corrections.is_dir() else args.corrections
         is_corrections = file.name == "corrections.jsonl" and file.is_file()
@@ -124,10 +125,12 @@ def _run_of(bundle: Path) -> Path:
     named = trained.get("run", "..")  # earlier bundles don't say it, and usually lie in their run's folder
     run = Path(os.path.normpath(bundle.resolve() / str(named)))
     if not (run / "hyperparams.yaml").is_file():
-        raise SbkitError(f"{bundle} was exported from {run}, which is no run's folder now" if "run" in trained else
-                         f"{bundle} doesn't name the run that it was exported from",
-                         hint=f"name that run, whose data is mixed in, and --to {shlex.quote(str(bundle))}; if it is "
-                              "gone, train a new one")
+        what = f"{bundle} doesn't name the run that it was exported from"
+        if "run" in trained:
+            what = f"{bundle} was exported from {run}, which is not the folder of a run any more"
+        raise SbkitError("run-not-found", what, file=bundle,
+                         hint=f"name the run, whose training data is mixed in, and --to {shlex.quote(str(bundle))}; if "
+                              "it is gone, train a new one")
     print(f"{bundle} was exported from {run}")
     return run
 
@@ -137,18 +140,21 @@ def _check_arguments(args: argparse.Namespace, bundle: Path, source: Path, is_co
     from sbkit.export import layout
 
     if not source.exists():
-        raise SbkitError(f"--with: there is no {args.corrections}", hint="sbkit serve --corrections FOLDER makes one")
+        raise SbkitError("no-such-path", f"--with: {args.corrections} does not exist",
+                         hint="sbkit serve --corrections FOLDER makes one", file=args.corrections, key="--with")
     for replaced in (bundle, publish.previous(bundle)):
         layout.FOLDER.check_replaceable(replaced)
     for value in args.values:
         if "=" not in value:
-            raise SbkitError(f"--set {value}: write KEY=VALUE")
+            raise SbkitError("bad-option", f"--set {value}: write KEY=VALUE", key="--set", value=value)
     if not is_corrections:
         try:
             check_exists(source)
         except SbkitError as error:
-            raise SbkitError(f"--with: {source} has no corrections, and is no corpus: {error.message}", hint=(
-                "name the folder of sbkit serve --corrections, or a list of recordings and texts")) from error
+            raise SbkitError("no-corrections", f"--with: {source} has no corrections, and is not a corpus: "
+                             f"{error.message}", file=source, key="--with",
+                             hint="name the folder of sbkit serve --corrections, or a list of recordings and texts"
+                             ) from error
 
 
 def run(args: argparse.Namespace) -> int:
@@ -162,8 +168,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{plan.bundle} has learnt these corrections already")
         return 0
     if plan.run.resolve() == plan.new_run.resolve():  # its recipe would begin from itself
-        raise SbkitError(f"--work: {plan.work} has the run that is to be improved, {os.path.abspath(plan.run)}",
-                         hint="leave --work out, or name another folder")
+        raise SbkitError("conflicting-options",
+                         f"--work: {plan.work} has the run that is to be improved, {os.path.abspath(plan.run)}",
+                         hint="leave --work out, or name another folder", key="--work")
 
     from sbkit.system.environment import check_torch
 
@@ -194,8 +201,8 @@ def _train(plan: _Plan) -> None:
 
     task = restore.read_run(plan.run).task
     if not task.writes_words:
-        raise SbkitError(f"{plan.run} is no recogniser's run: it trained {task.__name__}",
-                         hint="words are corrected, so name a run that writes some")
+        raise SbkitError("wrong-task", f"{plan.run} is a run of {task.__name__}, which doesn't recognise words",
+                         hint="corrections are of words, so name the run of a recogniser", file=plan.run)
     request = arguments.parse([str(plan.run / RECIPE), *(f"--{value}" for value in plan.values)])
     _check_values(request)
 
@@ -211,8 +218,9 @@ def _train(plan: _Plan) -> None:
     with processes.child(training_command(_training_words(plan, source), devices)) as training:
         code = training.wait()
     if code:
-        raise SbkitError(f"the new run ended with code {code}: {plan.new_run}", exit_code=1,
-                         hint="its messages above say why" + ("" if code == 2 else "; the same command resumes it"))
+        raise SbkitError("training-failed", f"the new run ended with exit code {code}: {plan.new_run}", exit_code=1,
+                         hint="its messages above say why" + ("" if code == 2 else "; the same command resumes it"),
+                         file=plan.new_run)
 
 
 def _check_values(request: CommandLine) -> None:
@@ -226,7 +234,8 @@ def _check_values(request: CommandLine) -> None:
     report = check(request.path, request.overrides, run_opts=request.run_opts, run=False)
     for finding in [*report.errors, *report.warnings]:
         if finding.file == COMMAND_LINE:
-            raise SbkitError(f"--set {finding.key.removeprefix('--')}: {finding.message}",
+            key = finding.key.removeprefix("--")
+            raise SbkitError(finding.code, f"--set {key}: {finding.message}", key=key,
                              hint=finding.suggestion.replace("--", "--set ") or None)
 
 

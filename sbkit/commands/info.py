@@ -12,6 +12,8 @@ from pathlib import Path
 from sbkit.errors import SbkitError
 from sbkit.system.console import table
 
+_WHICH = "name the output_folder of a run, or a bundle"
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="RUN|BUNDLE", type=Path,
@@ -23,16 +25,18 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.score.run_files import RECIPE
 
     folder: Path = args.folder
+    if not folder.exists():
+        raise SbkitError("no-such-path", f"{folder} does not exist", hint=_WHICH, file=folder)
     if not folder.is_dir():
-        raise SbkitError(f"{folder} is a file" if folder.exists() else f"{folder} does not exist",
-                         hint="name the output_folder of a run, or a bundle")
+        raise SbkitError("neither-run-nor-bundle", f"{folder} is a file", hint=_WHICH, file=folder)
     if (folder / layout.CONFIG).exists():
         rows = _bundle_rows(folder)
     elif (folder / RECIPE).exists():
         rows = _run_rows(folder)
     else:
-        raise SbkitError(f"{folder} is neither a run, which has {RECIPE}, nor a bundle, which has {layout.CONFIG}",
-                         hint="name the output_folder of a run, or a bundle")
+        raise SbkitError("neither-run-nor-bundle",
+                         f"{folder} is neither a run, which has {RECIPE}, nor a bundle, which has {layout.CONFIG}",
+                         hint=_WHICH, file=folder)
     print(table(["", str(folder)], rows))
     readme = folder / layout.README
     if readme.is_file():

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     run_folders = [name for name in args.sources if Path(name).is_dir()]
     like = args.like or (run_folders[0] if run_folders else None)
     if args.unit == "piece" and like is None:
-        raise SbkitError("a language model over pieces needs the tokenizer of a run", hint="name it: --like RUN")
+        raise SbkitError("missing-argument", "a language model over pieces needs the tokenizer of a run",
+                         hint="name the run: --like RUN", key="--like")
     run = _read_run(like) if like else None
     # Report what is missing before anything takes time.
     sources = [_find(name, "train") for name in args.sources]
@@ -75,7 +76,8 @@ def _read_run(folder: str) -> Any:  # its task's own keys
 
     keys = restore.read_run(folder).keys
     if not hasattr(type(keys), "declared") or "tokenizer" not in keys.declared():
-        raise SbkitError(f"the recipe of {folder} has no tokenizer", hint="pass its transcripts as a file")
+        raise SbkitError("wrong-task", f"the recipe of {folder} has no tokenizer",
+                         hint="pass its transcripts as a file", file=folder)
     return keys
 
 
@@ -83,8 +85,9 @@ def _find(name: str, split: str) -> str:
     """The file that a source stands for; raises if there is none."""
     path = _read_run(name).corpus.manifest_path(split) if Path(name).is_dir() else Path(name)
     if name != "-" and not path.exists():  # it may be a pipe
-        what = f"{name} has no transcripts of {split} ({path})" if Path(name).is_dir() else f"{name}: no such file"
-        raise SbkitError(what, hint="name a text file, a manifest or a run")
+        what = f"{name} has no transcripts of {split}: there is no {path}" if Path(name).is_dir() else \
+            f"{name} does not exist"
+        raise SbkitError("no-such-path", what, hint="name a text file, a manifest or a run", file=path)
     return str(path)
 
 
@@ -106,4 +109,5 @@ def _texts(files: Sequence[str], rules_of: Callable[[str], Callable[[str], str]]
             is_empty = is_empty and not text.strip()
             yield text
     if is_empty:
-        raise SbkitError(f"there is no text in {', '.join('stdin' if name == '-' else name for name in files)}")
+        names = ", ".join("stdin" if name == "-" else name for name in files)
+        raise SbkitError("no-text", f"there is no text in {names}", hint="name files with a sentence per line")

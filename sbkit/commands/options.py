@@ -74,7 +74,8 @@ def _average(text: str) -> Average:
 def require_run(folder: Path) -> None:
     """Refuse a run that isn't there, before torch is imported, which takes seconds."""
     if not folder.exists():
-        raise SbkitError(f"{folder} does not exist", hint="name the output_folder of a run")
+        raise SbkitError("no-such-path", f"{folder} does not exist", hint="name the output_folder of a run",
+                         file=folder)
 
 
 def require_language_model(path: str | None) -> None:

@@ -21,7 +21,8 @@ def run(args: argparse.Namespace) -> int:
     previous = publish.previous(args.bundle)
     publish.clean_up(bundle, layout.FOLDER)
     if not previous.exists():
-        raise SbkitError(f"there is no {previous}", hint="sbkit improve --to BUNDLE keeps there what it replaces")
+        raise SbkitError("no-previous-bundle", f"{previous} does not exist, so there is nothing to go back to",
+                         hint="sbkit improve --to BUNDLE keeps the bundle that it replaces there", file=previous)
     layout.read(previous)
     is_exchanged = bundle.exists()
     if is_exchanged:

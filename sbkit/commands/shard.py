@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     source = Path(args.manifest)
     out = Path(args.out)
     if (out / f"{source.stem}.csv").resolve() == source.resolve():
-        raise SbkitError(f"the manifest of the shards would overwrite {source}", hint="choose another folder")
+        raise SbkitError("output-is-input", f"the manifest of the shards would overwrite {source}",
+                         hint="choose another folder", file=source)
     rows = Manifest.read(source, args.data_root, remote=Remote(check_schemes("--schemes", args.schemes)))
     check_opened(rows.wavs, rows.remote, source)
     manifest = write_shards(

@@ -79,7 +79,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
     to = request.to.resolve()  # a link to a bundle stays a link
     publish.clean_up(to, layout.FOLDER)
     if request.to.exists() and not request.force and not request.to.is_file():
-        raise SbkitError(f"{request.to} exists", hint="--force replaces it")
+        raise SbkitError("output-exists", f"{request.to} exists already", hint="--force replaces it", file=request.to)
     layout.FOLDER.check_replaceable(request.to)
     keep = publish.previous(to) if request.keep_previous else None
     if keep is not None:
@@ -127,8 +127,9 @@ def _warn_of_other_search(search_class: type | None, config: layout.Bundle) -> N
         return
     of_sbkit = [base.__name__ for base in search_class.__mro__
                 if base.__module__.startswith("sbkit.") and not inspect.isabstract(base)]
-    logger.warning("sbkit evaluate --beam searches with %s, the bundle with %s; a kind of bundle of your own can have "
-                   "its decoder", search_class.__name__, of_sbkit[0] if of_sbkit else "sbkit's search for its kind")
+    logger.warning("sbkit evaluate --beam searches with %s, but the bundle with %s, so their words may differ; to ship "
+                   "your own search, give the bundle a kind of its own", search_class.__name__,
+                   of_sbkit[0] if of_sbkit else "sbkit's search for its kind")
 
 
 class _BundleWriter:
@@ -155,14 +156,16 @@ class _BundleWriter:
         """The models for ``--target``."""
         request = self.request
         if request.chunk is not None and request.target is None:
-            raise SbkitError("--chunk is for --target: a bundle's streaming graph takes all chunk sizes that the model "
-                             "was trained with", hint="leave it out, or add --target sherpa")
+            raise SbkitError("missing-argument", "--chunk is for --target: a bundle's streaming graph takes all chunk "
+                             "sizes that the model was trained with", hint="leave it out, or add --target sherpa",
+                             key="--target")
         if request.target is None:
             return []
         if request.target not in self.exported.targets:
             targets = ", ".join(self.exported.targets)
-            raise SbkitError(f"this task's models can't be exported for {request.target}",
-                             hint=f"choose from {targets}" if targets else "leave out --target")
+            raise SbkitError("unknown-target", f"this task's models can't be exported for {request.target}",
+                             hint=f"choose from {targets}" if targets else "leave out --target",
+                             key="--target", value=request.target)
         return self.exported.target(request.target, request.chunk)
 
     def write_and_compare(self) -> tuple[Comparison, layout.Bundle]:
@@ -281,7 +284,7 @@ class _BundleWriter:
         gate.refuse_if_any(gate.failures(comparison, tolerance, config.batching), comparison)
         if not config.batching:
             logger.warning("Utterances have different outputs in a batch than alone, because layers of this model use "
-                           "the padding. Each utterance will run alone")
+                           "the padding, so the bundle runs each utterance alone, which is slower")
         return config
 
     def finish(self, comparison: Comparison, config: layout.Bundle, trial: Trial) -> None:

@@ -97,8 +97,9 @@ class Exported:
         program = graph.trace_module(self.graph.eval(), example, {"signals": (0, 1), "lengths": (0,)})
         count = len(program.graph_signature.user_outputs)
         if count != len(self.outputs):
-            raise SbkitError(f"the graph returns {count} tensors, but outputs names {len(self.outputs)}: "
-                             f"{', '.join(self.outputs)}", hint="name each of them in Exported(outputs=...)")
+            raise SbkitError("wrong-export-outputs", f"the graph returns {count} tensors, but outputs names "
+                             f"{len(self.outputs)}: {', '.join(self.outputs)}",
+                             hint="name each of them in Exported(outputs=...)")
         return program
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.Bundle:
@@ -125,7 +126,8 @@ class Exported:
 
     def write(self, name: str, folder: Path, config: OwnBundle, title: str) -> None:
         """Write one of the task's own formats."""
-        raise SbkitError(f"{type(self).__name__} can't write {name}", hint="override its method write")
+        raise SbkitError("unknown-format", f"{type(self).__name__} can't write the format {name}",
+                         hint="override its method write", value=name)
 
     def runner(self, name: str, folder: Path, config: OwnBundle) -> Runner:
         """Return a function that runs a written format."""
@@ -146,7 +148,7 @@ class Exported:
             values = result if isinstance(result, (tuple, list)) else (result,)
             all_tensors = all(isinstance(value, Tensor) for value in values)
             if not all_tensors or len(values) not in (len(names), len(self.outputs)):
-                raise SbkitError(f"compute_forward returns {_described(result)}, and the graph "
+                raise SbkitError("wrong-export-outputs", f"compute_forward returns {_described(result)}, and the graph "
                                  f"{', '.join(self.outputs)}, so they can't be compared",
                                  hint="convert the first into the second: Exported(..., from_forward=function)")
             # Without lengths, no output has padding: there is one utterance.
@@ -189,7 +191,8 @@ class Exported:
 
         chunk : milliseconds of a chunk, for programs with chunks of one size
         """
-        raise SbkitError(f"{type(self).__name__} has no target {name}", hint="override its method target")
+        raise SbkitError("unknown-target", f"{type(self).__name__} has no target {name}",
+                         hint="override its method target", value=name)
 
     def readme(self, name: str, config: OwnBundle, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
         """Make the text of the bundle's README.md; ``of_targets`` are the targets' sections."""

@@ -47,11 +47,13 @@ class Features(nn.Module):
             (bank.log_mel, True, "log_mel"),
         ):
             if value != expected:
-                raise SbkitError(f"the feature front end {name} can't be exported: {what} is {value!r}, and only "
-                                 f"{expected!r} gives each utterance the same frames alone and in a batch")
+                raise SbkitError("not-exportable", f"the feature front end {name} can't be exported: {what} is "
+                                 f"{value!r}, and only {expected!r} gives each utterance the same frames alone and in "
+                                 "a batch", hint=f"train with {what}: {expected!r}", key=what, value=value)
         if stft.hop_length != hop_samples:
-            raise SbkitError(f"the recipe's hop_length is {hop_samples} samples, but {name}'s is {stft.hop_length}",
-                             hint=f"give {name} `hop_length: !ref <hop_length>`")
+            raise SbkitError("wrong-hop-length",
+                             f"the recipe's hop_length is {hop_samples} samples, but {name}'s is {stft.hop_length}",
+                             hint=f"give {name} `hop_length: !ref <hop_length>`", key="hop_length", value=hop_samples)
         self.hop, self.size = stft.hop_length, stft.n_fft
         window = torch.zeros(stft.n_fft, dtype=torch.float64)
         left = (stft.n_fft - stft.win_length) // 2  # torch.stft centres a short window
@@ -130,11 +132,10 @@ def refuse_transforms(program: torch.export.ExportedProgram, name: str) -> None:
         target = str(node.target)
         value = node.meta.get("val")
         if "stft" in target or "fft" in target or (isinstance(value, Tensor) and value.is_complex()):
-            raise SbkitError(
-                f"the feature front end {name} can't be exported: it uses {target.split('.')[1]}, "
-                "for which runtimes have no fast kernel",
-                hint="use Fbank or MFCC of speechbrain.lobes.features, or one made of real-valued convolutions and "
-                     "matrix products")
+            raise SbkitError("not-exportable", f"the feature front end {name} can't be exported: it uses "
+                             f"{target.split('.')[1]}, for which runtimes have no fast kernel",
+                             hint="use Fbank or MFCC of speechbrain.lobes.features, or one made of real-valued "
+                                  "convolutions and matrix products")
 
 
 def _repeat_last(feats: Tensor, frames: Tensor) -> Tensor:
@@ -156,13 +157,13 @@ class Normalization(nn.Module):
         self.deviation = norm.std_norm
         self.epsilon = norm.epsilon
         if norm.norm_type == "batch":
-            raise SbkitError("normalize: norm_type 'batch' makes an utterance's features depend on its batch, so the "
-                             "model can't be exported as a function of one waveform",
-                             hint="train with norm_type: sentence or global")
+            raise SbkitError("not-exportable", "normalize: norm_type 'batch' makes an utterance's features depend on "
+                             "its batch, so the model can't be exported as a function of one waveform",
+                             hint="train with norm_type: sentence or global", key="normalize")
         if not self.sentence:
             if not int(norm.count):
-                raise SbkitError("normalize: norm_type is 'global', but no statistics were saved",
-                                 hint="add normalize to the checkpointer's recoverables")
+                raise SbkitError("no-statistics", "normalize: norm_type is 'global', but no statistics were saved",
+                                 hint="add normalize to the checkpointer's recoverables", key="normalize")
             self.register_buffer("mean", norm.glob_mean.detach().clone().float())
             spread = norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)
             self.register_buffer("spread", spread.detach().clone().float().clamp(min=norm.epsilon))

@@ -22,9 +22,10 @@ def choose_formats(exported: Exported, requested: Sequence[str] | None) -> list[
     unknown = sorted(set(wanted) - set(available))
     if unknown or not wanted:
         reasons = {layout.INT8: "judged by words, so a task of your own needs labels for it", **exported.left_out}
-        raise SbkitError(f"this model has no format {', '.join(unknown)}" if unknown else "--formats names no format",
-                         hint="; ".join([f"it has {', '.join(available)}",
-                                         *(f"{name}: {reasons[name]}" for name in unknown if name in reasons)]))
+        what = f"this model has no format {', '.join(unknown)}" if unknown else "--formats names no format"
+        why_not = [f"{name}: {reasons[name]}" for name in unknown if name in reasons]
+        raise SbkitError("unknown-format", what, hint="; ".join([f"it has {', '.join(available)}", *why_not]),
+                         key="--formats")
     if {layout.ONNX, layout.INT8} & set(wanted):
         graph.check_onnx_tools()
     return [name for name in available if name in wanted]
@@ -74,8 +75,8 @@ class Formats:
             reason = summary(error)
         reason = reason.replace(str(self.folder), self.title)
         if self.must_have_all:
-            raise SbkitError(f"the format {name} can't be made or run: {reason}",
-                             hint="leave it out of --formats") from error
+            raise SbkitError("format-failed", f"the format {name} can't be made or run: {reason}",
+                             hint="leave it out of --formats", key="--formats", value=name) from error
         return reason
 
     def leave_out(self, name: str, reason: str) -> None:
@@ -93,7 +94,8 @@ class Formats:
     def refuse_if_none_is_kept(self) -> None:
         """Raise if no format could be written."""
         if not self.kept:
-            raise SbkitError(f"no format of the model can be written, so nothing was published:{self._reasons()}")
+            raise SbkitError("format-failed",
+                             f"no format of the model can be written, so nothing was published:{self._reasons()}")
 
     def refuse_if_only_programs_are_kept(self) -> None:
         """Raise if all formats that are data were left out, unless the user named the others.
@@ -103,9 +105,9 @@ class Formats:
         data_alone = {layout.ONNX, layout.INT8}
         if self.must_have_all or not data_alone & set(self.names) or data_alone & set(self.kept):
             return
-        raise SbkitError(
-            f"the only formats that can be published can run code, so nothing was published:{self._reasons()}",
-            hint=f"to publish them all the same, name them: --formats {','.join(self.kept)}")
+        raise SbkitError("only-code-formats", "the only formats that match the checkpoint can run code when they are "
+                         f"opened, so nothing was published:{self._reasons()}",
+                         hint=f"to publish them all the same, name them: --formats {','.join(self.kept)}")
 
     def _reasons(self) -> str:
         return "".join(f"\n  {name}: {reason}" for name, reason in self.left_out.items())

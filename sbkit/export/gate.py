@@ -102,8 +102,10 @@ def refuse_if_any(found: list[Failure], comparison: Comparison) -> None:
     if not found:
         return
     print(f"compared on {comparison.clips}:\n{table(comparison)}", flush=True)
-    raise SbkitError(f"the bundle does not match {comparison.reference.title}, so nothing was published:\n  "
-                     + "\n  ".join(map(str, found)), hint=advice(comparison))
+    reasons = "".join(f"\n  {failure}" for failure in found)
+    raise SbkitError("parity-failed",
+                     f"the bundle does not match {comparison.reference.title}, so nothing was published:{reasons}",
+                     hint=advice(comparison))
 
 
 def advice(comparison: Comparison) -> str | None:

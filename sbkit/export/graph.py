@@ -51,7 +51,7 @@ def trace_module(module: nn.Module, example: tuple[Tensor, ...],
             line = f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})"
         else:
             line = _line_of_fixed_size(module, example, shapes)
-        raise SbkitError(f"the model can't be traced{line}: {summary(_origin(error))}",
+        raise SbkitError("not-traceable", f"the model can't be traced{line}: {summary(_origin(error))}",
                          hint="look for a branch on values, a size that becomes a number (len(tensor), int(...)) or "
                          "a loop over frames") from error
     return program
@@ -103,12 +103,14 @@ def check_onnx_tools() -> None:
     """Raise if a package that writes or tries ONNX models is missing, or has another interface than sbkit uses."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise SbkitError(f"ONNX export needs {', '.join(missing)}", hint="pip install 'sbkit[export]'")
+        raise SbkitError("missing-package", f"ONNX export needs {', '.join(missing)}",
+                         hint="pip install 'sbkit[export]'", value=missing[0])
     try:
         import sbkit.export.onnx_passes  # noqa: F401
     except (ImportError, AttributeError) as error:
-        raise SbkitError(f"sbkit can't use this onnxscript ({version_of('onnxscript')}): {summary(error)}",
-                         hint="pip install 'sbkit[export]' installs one that it can use") from error
+        version = version_of("onnxscript")
+        raise SbkitError("unusable-package", f"sbkit can't use this onnxscript ({version}): {summary(error)}",
+                         hint="pip install 'sbkit[export]' installs one that it can use", value=version) from error
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, inputs: Mapping[str, tuple[str, ...]],
@@ -138,7 +140,7 @@ def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], output
                     value.name = name
             return exported.model_proto
     except Exception as error:
-        raise SbkitError(f"the model can't be written as ONNX: {summary(_origin(error))}") from error
+        raise SbkitError("format-failed", f"the model can't be written as ONNX: {summary(_origin(error))}") from error
 
 
 def save(model: onnx.ModelProto, path: Path, metadata: dict[str, str], dimensions: Mapping[str, tuple[str, ...]]

@@ -77,19 +77,22 @@ def _check_source(request: ImportRequest) -> None:
     path = Path(request.source).expanduser()
     own_run = f"for your own run: sbkit export RUN --to {request.to}"
     if path.is_file():
-        raise SbkitError(f"{request.source} is a file: a bundle also needs the model's layers and its tokenizer",
+        raise SbkitError("not-a-model",
+                         f"{request.source} is a file: a bundle also needs the model's layers and its tokenizer",
                          hint="name its folder, with a tokenizer and either a hyperparams.yaml for EncoderASR or a "
-                              f"config.json; {own_run}")
+                              f"config.json; {own_run}", file=path)
     if not is_folder(request.source):  # a repository of the hub
         return
     config = None
     with contextlib.suppress(SbkitError):
         config = layout.read(path)
     if config is not None:
-        raise SbkitError(f"{request.source} is already an sbkit bundle", hint=config.use.format(path))
+        raise SbkitError("made-by-sbkit", f"{request.source} is already an sbkit bundle", hint=config.use.format(path),
+                         file=path)
     if not any((path / name).is_file() for name in (layout.CONFIG, layout.RECIPE)):
-        raise SbkitError(f"{request.source} has neither a config.json of transformers nor a hyperparams.yaml for "
-                         "EncoderASR", hint=f"name a folder with all files of a model; {own_run}")
+        raise SbkitError("not-a-model", f"{request.source} has neither a config.json of transformers nor a "
+                         "hyperparams.yaml for EncoderASR",
+                         hint=f"name a folder with all files of a model; {own_run}", file=path)
 
 
 def _open_speechbrain(request: ImportRequest, run: Path, folder: Path) -> Trained:
@@ -165,7 +168,8 @@ def _original_runner(original: Callable[[np.ndarray], tuple[np.ndarray, str]], o
             best_labels = log_probs.argmax(-1).tolist()
             decoded = tokenizer.decode(label for label, _ in itertools.groupby(best_labels) if label)
             if decoded.split() != text.split():
-                raise SbkitError(f"the model's own tokenizer writes {text!r}, but the bundle would write {decoded!r}",
+                raise SbkitError("tokenizer-differs",
+                                 f"the model's own tokenizer writes {text!r}, but the bundle would write {decoded!r}",
                                  hint="please report it, with the model's name")
             outputs.append(log_probs)
         return outputs

@@ -204,8 +204,10 @@ class ExportedTransformerASR(TransformerASR):
                dynchunktrain_config: DynChunkTrainConfig | None = None) -> Tensor:
         """[B, T, F] and relative lengths [B] to [B, T, D]."""
         if dynchunktrain_config is not None:
-            raise SbkitError("an encoder that attends in chunks (dynchunktrain_config) can't be exported",
-                             hint="leave it out: the exported model attends to whole recordings")
+            raise SbkitError("not-exportable",
+                             "an encoder that attends in chunks (dynchunktrain_config) can't be exported",
+                             hint="leave it out: the exported model attends to whole recordings",
+                             key="dynchunktrain_config")
         src = src.flatten(2)
         size = src.shape[1]
         padding = None if wav_len is None else ~lengths_to_mask(torch.round(wav_len * size), size)

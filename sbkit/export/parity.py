@@ -267,8 +267,9 @@ class Comparison:
         for clip, text, joined in zip(self.clips.alone, self.texts, joined_texts, strict=True):
             has_half_characters = "\ufffd" in text + joined
             if not has_half_characters and "".join(text.split()) != "".join(joined.split()):
-                raise SbkitError(f"the model's own tokenizer writes {joined!r} for {clip.name}, but the bundle would "
-                                 f"write {text!r}", hint="please report it, with the recipe's tokenizer")
+                raise SbkitError("tokenizer-differs", f"the model's own tokenizer writes {joined!r} for {clip.name}, "
+                                 f"but the bundle would write {text!r}",
+                                 hint="please report it, with the recipe's tokenizer")
         return joined_texts
 
     def _places_with_joined_words(self, texts: Sequence[str]) -> set[int]:

@@ -24,17 +24,18 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
     names = [layout.CONFIG, *(name for name in config.files if name != layout.CONFIG)]
     for name in names:
         if (bundle / name).is_symlink():
-            raise SbkitError(f"{bundle / name} is a link, and what it leads to may not be meant for others",
-                             hint="put a copy of the file itself in its place")
+            raise SbkitError("link-in-bundle",
+                             f"{bundle / name} is a link, and the file that it leads to may not be meant for others",
+                             hint="replace the link by a copy of the file", file=bundle / name)
     for name, expected in config.files.items():
         path = bundle / name
         if not path.is_file() or (name != layout.README and not layout.is_as_written(path, expected)):
-            raise SbkitError(f"{path} is not the file that was exported and compared",
-                             hint="export the model again, so that what you publish is what was compared")
+            raise SbkitError("damaged-bundle", f"{path} is not the file that was exported and compared",
+                             hint="export the model again, so that what you publish is what was compared", file=path)
     from huggingface_hub import CommitOperationAdd, HfApi, constants, errors
 
     if constants.HF_HUB_OFFLINE:
-        raise SbkitError(f"{repository}: HF_HUB_OFFLINE forbids access to the hub", hint="unset it")
+        raise SbkitError("no-network", f"{repository}: HF_HUB_OFFLINE forbids access to the hub", hint="unset it")
     try:
         api = HfApi(library_name="sbkit")
         url = api.create_repo(repository, private=private or None, exist_ok=True)
@@ -42,23 +43,24 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
         api.create_commit(url.repo_id, [CommitOperationAdd(name, bundle / name) for name in names],
                           commit_message="A bundle of sbkit")
     except errors.HFValidationError as error:
-        raise SbkitError(f"{repository} can't be a name on the hub: {first_line(error)}",
-                         hint="name it owner/name, of letters, digits, '-', '_' and '.'") from error
+        raise SbkitError("bad-repository-name", f"{repository} can't be a name on the hub: {first_line(error)}",
+                         hint="name it owner/name, of letters, digits, '-', '_' and '.'", value=repository) from error
     except errors.LocalTokenNotFoundError as error:
-        raise SbkitError("you are not logged in to the hub", hint=_LOG_IN) from error
+        raise SbkitError("not-logged-in", "you are not logged in to the hub", hint=_LOG_IN) from error
     except errors.HfHubHTTPError as error:
         # Without its cause: the hub's response may contain the token, which --debug would show.
         status = error.response.status_code
         if status == 401:
-            raise SbkitError(f"the hub doesn't accept your token, so you can't write to {repository}",
+            raise SbkitError("not-logged-in", f"the hub doesn't accept your token, so you can't write to {repository}",
                              hint=_LOG_IN) from None
         if status == 403:
-            raise SbkitError(f"you may not write to {repository} on the hub",
-                             hint=f"name one of your own, or log in with another account: {_LOG_IN}") from None
-        raise SbkitError(f"{repository}: the hub reports status {status}: {first_line(error)}",
-                         hint="the same command again uploads what is missing") from None
+            raise SbkitError("no-permission", f"you may not write to {repository} on the hub",
+                             hint=f"name one of your own, or log in with another account: {_LOG_IN}",
+                             value=repository) from None
+        raise SbkitError("hub-error", f"{repository}: the hub reports status {status}: {first_line(error)}",
+                         hint="the same command again uploads what is missing", value=repository) from None
     except Exception as error:  # of the client for HTTP, which differs by its version
-        raise SbkitError(f"{repository} can't be uploaded to {constants.ENDPOINT}: {first_line(error)}",
+        raise SbkitError("no-network", f"{repository} can't be uploaded to {constants.ENDPOINT}: {first_line(error)}",
                          hint="check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT another hub); the same "
                               "command again uploads what is missing") from error
     return str(url)

@@ -68,7 +68,7 @@ def _recogniser(recipe: Recipe, bundles: Bundles | None) -> Transcribe | None:
     try:
         return evaluation_options.open_recogniser(recipe, bundles)
     except SbkitError as error:  # its bundle may be gone
-        logger.warning("Recognised words are not compared: %s", error)
+        logger.warning("The words that a recogniser writes for the model's audio are not compared: %s", error)
         return None
 
 
@@ -80,7 +80,7 @@ def of_brain(brain: Task, run: Path, facts: dict[str, Any]) -> Trained:
     adapters.merge(brain.modules)
     exported = brain.exported(run)
     if exported is None:
-        raise SbkitError(f"{type(brain).__name__} does not say what to export",
+        raise SbkitError("nothing-to-export", f"{type(brain).__name__} doesn't define what to export",
                          hint="define its method exported(run), as docs/how-to/extend.md shows")
     if exported.label_column is None:
         for column, labels in BatchColumns(brain.columns, brain.keys).classes.items():
@@ -98,7 +98,8 @@ def _forward(brain: Task, signal: Tensor, samples: int) -> Any:  # depends on th
     try:
         return brain.compute_forward(brain.clip_batch(signal, samples), Stage.TEST)
     except Exception as error:
-        raise SbkitError(f"compute_forward fails on a recording alone, so the export can't be compared with it: "
-                         f"{summary(error)}", hint="give it what it needs in your task's method clip_batch") from error
+        raise SbkitError("needs-a-batch", "compute_forward fails on a recording alone, so the export can't be compared "
+                         f"with it: {summary(error)}",
+                         hint="give it what it needs in your task's method clip_batch") from error
 
 

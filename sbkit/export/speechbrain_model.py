@@ -45,9 +45,9 @@ class WaveEncoder(nn.Module):
         super().__init__()
         config = wrapper.model.config.to_dict()
         if wrapper.output_all_hiddens or config["model_type"] not in _TYPES:
-            raise SbkitError(f"the {config['model_type']} in this model can't be imported: its type is unknown, or "
-                             "it returns the states of all layers (output_all_hiddens)",
-                             hint=f"{', '.join(_TYPES)} can be imported")
+            raise SbkitError("unsupported-model", f"the {config['model_type']} in this model can't be imported: its "
+                             "type is unknown, or it returns the states of all layers (output_all_hiddens)",
+                             hint=f"{', '.join(_TYPES)} can be imported", value=config["model_type"])
         options = EncoderOptions(mask_time_prob=0.0, mask_feature_prob=0.0,
                                  add_adapter=config.get("add_adapter", False))
         self.network = build_network(Settings("the model", config, {"do_normalize": False}), options)
@@ -140,14 +140,16 @@ class SpeechBrainModel:
         try:
             weights = source.find(folder, BEST_CHECKPOINT, Metric("WER"))
         except SbkitError as error:  # names a recipe's key
-            raise SbkitError(error.message.removeprefix("init_from: "),
+            raise SbkitError(error.code, error.message.removeprefix("init_from: "), file=error.file,
                              hint="download or copy all that belongs to the model") from error
         if weights.checkpointer is not None:
-            raise SbkitError(f"{folder} is an sbkit run", hint=f"sbkit export {folder} --to BUNDLE")
+            raise SbkitError("made-by-sbkit", f"{folder} is a run of sbkit", file=folder,
+                             hint=f"sbkit export {folder} --to BUNDLE makes a bundle of it")
         weights.tensors(shapes=True)  # refuses files with more than tensors
         if not trust_code:
-            raise SbkitError(f"{name} is a SpeechBrain model, and its hyperparams.yaml is code that would run here",
-                             hint=f"read {folder / RECIPE}; if you trust it, add --trust-code")
+            raise SbkitError("untrusted-code",
+                             f"{name} is a SpeechBrain model, and its hyperparams.yaml is code that would run here",
+                             hint=f"read {folder / RECIPE}; if you trust it, add --trust-code", file=folder / RECIPE)
         from speechbrain.inference.ASR import EncoderASR
 
         try:
@@ -155,15 +157,15 @@ class SpeechBrainModel:
                 self.asr: Any = EncoderASR.from_hparams(  # its attributes depend on the YAML
                     source=str(folder), savedir=temporary, run_opts={"device": "cpu"})
         except Exception as error:  # a YAML may do anything
-            raise SbkitError(
-                f"SpeechBrain can't open {folder} as an EncoderASR: {summary(error).replace(temporary, str(folder))}",
-                hint="its hyperparams.yaml needs encoder, tokenizer and decoding_function, and the folder all "
-                     "files that its pretrainer loads") from error
+            reason = summary(error).replace(temporary, str(folder))
+            raise SbkitError("unsupported-model", f"SpeechBrain can't open {folder} as an EncoderASR: {reason}",
+                             hint="its hyperparams.yaml needs encoder, tokenizer and decoding_function, and the folder "
+                                  "all files that its pretrainer loads", file=folder) from error
         hparams = self.asr.hparams
         encoder = self.asr.mods.encoder
         if not hasattr(encoder, "lengths_arg_names"):
-            raise SbkitError(f"the encoder of {folder} is a {type(encoder).__name__}, not the LengthsCapableSequential "
-                             "that EncoderASR needs", hint="name another model")
+            raise SbkitError("unsupported-model", f"the encoder of {folder} is a {type(encoder).__name__}, not the "
+                             "LengthsCapableSequential that EncoderASR needs", hint="name another model", file=folder)
         self.folder = folder
         self.sample_rate = int(hparams.sample_rate)
         self.blank = _blank_id(hparams)
@@ -206,12 +208,14 @@ class SpeechBrainModel:
             pieces = list(labels.pieces)
             silent = set(labels.roles.values())
         else:
-            raise SbkitError(f"the tokenizer of {self.folder} is a {type(tokenizer).__name__}",
-                             hint="a SentencePiece model and SpeechBrain's CTCTextEncoder can be imported")
+            raise SbkitError("unsupported-model", f"the tokenizer of {self.folder} is a {type(tokenizer).__name__}",
+                             hint="a SentencePiece model and SpeechBrain's CTCTextEncoder can be imported",
+                             file=self.folder)
         if len(pieces) != self.size or not 0 <= self.blank < self.size:
-            raise SbkitError(f"the tokenizer of {self.folder} doesn't fit its head: the head has {self.size} outputs, "
-                             f"the tokenizer {len(pieces)} tokens, and the blank is {self.blank}",
-                             hint="do its tokenizer and its weights come from the same model?")
+            raise SbkitError("tokenizer-does-not-fit", f"the tokenizer of {self.folder} doesn't fit its head: the head "
+                             f"has {self.size} outputs, the tokenizer {len(pieces)} tokens, and the blank is "
+                             f"{self.blank}",
+                             hint="do its tokenizer and its weights come from the same model?", file=self.folder)
         if isinstance(tokenizer, sentencepiece.SentencePieceProcessor) and self.blank == tokenizer.unk_id() == 0:
             return bytes(tokenizer.serialized_model_proto())
         silent_in_order = {new for new, old in enumerate(self.order) if old in silent}

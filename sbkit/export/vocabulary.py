@@ -40,7 +40,8 @@ class Vocabulary:
         """Refuse ids outside the vocabulary; negative ones would silently index a wrong token."""
         if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < len(self):
             unknown = np.unique(labels[(labels < 0) | (labels >= len(self))]).tolist()
-            raise SbkitError(f"the model gave the token ids {unknown[:5]}, but the bundle has {len(self)} tokens",
+            raise SbkitError("damaged-bundle",
+                             f"the model gave the token ids {unknown[:5]}, but the bundle has {len(self)} tokens",
                              hint=f"does {TOKENS} belong to this model?")
 
     @property
@@ -64,20 +65,22 @@ def read_tokens(path: Path, vocabulary: int) -> list[str]:
     try:
         lines = untrusted.read_text(path, MAX_BYTES).split("\n")
     except FileNotFoundError:
-        raise SbkitError(f"{path} is missing", hint="copy the bundle again") from None
+        raise SbkitError("damaged-bundle", f"{path} is missing", hint="copy the bundle again", file=path) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise SbkitError("damaged-bundle", f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+                         hint="copy the bundle again", file=path) from error
     symbols: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
         if not line:
             continue
         symbol, _, index = line.rpartition(" ")
         if not symbol or not index.isdecimal() or len(index) > _MAX_DIGITS:
-            raise SbkitError(f"{path}:{number}: expected 'symbol id', found {shown(line)}")
+            raise SbkitError("damaged-bundle", f"{path}:{number}: expected 'symbol id', found {shown(line)}",
+                             hint="copy the bundle again", file=path, line=number)
         symbols[int(index)] = symbol
     if sorted(symbols) != list(range(vocabulary)):
-        raise SbkitError(f"{path} has {len(symbols)} tokens, but the model has {vocabulary} outputs",
-                         hint="do both come from the same export?")
+        raise SbkitError("damaged-bundle", f"{path} has {len(symbols)} tokens, but the model has {vocabulary} outputs",
+                         hint="do both come from the same export?", file=path)
     tokens = [symbols[i] for i in range(vocabulary)]
     untrusted.check_tokens(tokens, str(path))
     return tokens

@@ -17,48 +17,65 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+_AGAIN = "export the model again"
 
 
-def parse(kind: type[T], values: object, where: str) -> T:
-    """Create an instance from values read from JSON."""
+def parse(kind: type[T], values: object, path: Path, part: str = "") -> T:
+    """Create an instance from values read from JSON.
+
+    path : config.json
+    part : the key that these values are under; empty for the whole file
+    """
+    where = _where(path, part)
     if not isinstance(values, dict):
-        raise SbkitError(f"{where} is {shown(values)}, but must be an object")
+        raise SbkitError("damaged-bundle", f"{where} is {shown(values)}, but must be an object", hint=_AGAIN,
+                         file=path, key=part or None)
     unknown = sorted(set(values) - {declared.name for declared in fields(kind)})
     if unknown:
-        raise SbkitError(f"{where} has unknown keys: {shown_names(unknown)}", hint="was it written by a newer sbkit?")
+        raise SbkitError("newer-bundle", f"{where} has unknown keys: {shown_names(unknown)}",
+                         hint="was it written by a newer sbkit?", file=path, key=unknown[0])
     try:
         return kind(**values)
     except TypeError as error:
-        raise SbkitError(f"{where} lacks keys: {error}") from None
+        raise SbkitError("damaged-bundle", f"{where} lacks keys: {error}", hint=_AGAIN, file=path) from None
 
 
-def check_fields(where: str, values: DataclassInstance) -> None:
+def check_fields(path: Path, values: DataclassInstance, part: str = "") -> None:
     """Refuse the first value of a dataclass that its declaration doesn't allow."""
     for declared in fields(values):
         if "allowed" in declared.metadata:  # others are dataclasses with their own check
-            refuse(where, declared.name, getattr(values, declared.name), declared.metadata["allowed"])
+            refuse(path, declared.name, getattr(values, declared.name), declared.metadata["allowed"], part)
 
 
-def refuse(where: str, name: str, contents: object, allowed: Schema) -> None:
+def refuse(path: Path, name: str, contents: object, allowed: Schema, part: str = "") -> None:
     """Raise unless what a field has is allowed."""
     if contents not in allowed:
-        raise SbkitError(f"{where}: {name} is {shown(contents)}, but must be {allowed}", hint="export the model again")
+        raise SbkitError("damaged-bundle", f"{_where(path, part)}: {name} is {shown(contents)}, but must be {allowed}",
+                         hint=_AGAIN, file=path, key=name, value=contents)
 
 
-def check_state(where: str, state: Mapping[str, Mapping[str, Any]]) -> None:
+def check_state(path: Path, state: Mapping[str, Mapping[str, Any]], part: str = "") -> None:
     """Refuse the state of a stream if it has too many numbers."""
-    if sum(math.prod(part["shape"]) for part in state.values()) > MAX_STATE:
-        raise SbkitError(f"{where}: state has more than {MAX_STATE:,} numbers", hint="export the model again")
+    if sum(math.prod(part_of_state["shape"]) for part_of_state in state.values()) > MAX_STATE:
+        raise SbkitError("damaged-bundle", f"{_where(path, part)}: state has more than {MAX_STATE:,} numbers",
+                         hint=_AGAIN, file=path, key="state")
 
 
 def check_formats(path: Path, name: str, files: dict[str, str], models: dict[str, str]) -> None:
     """Refuse a graph that has other formats than the model."""
     if files.keys() != models.keys():
-        raise SbkitError(f"{path}: {name} must give a file for each of {', '.join(models)}, not {shown(files)}")
+        raise SbkitError("damaged-bundle",
+                         f"{path}: {name} must give a file for each of {', '.join(models)}, not {shown(files)}",
+                         hint=_AGAIN, file=path, key=name)
 
 
 def check_unique(path: Path, name: str, values: list[str]) -> None:
     """Refuse a value that occurs twice."""
     duplicates = sorted(text for text, count in Counter(values).items() if count > 1)
     if duplicates:
-        raise SbkitError(f"{path}: {name} has {shown(duplicates[0])} twice")
+        raise SbkitError("damaged-bundle", f"{path}: {name} has {shown(duplicates[0])} twice", hint=_AGAIN, file=path,
+                         key=name, value=duplicates[0])
+
+
+def _where(path: Path, part: str) -> str:
+    return f"{path}: {part}" if part else str(path)

@@ -107,7 +107,7 @@ class Bundle:
     @classmethod
     def of(cls: type[B], values: dict[str, Any], path: Path) -> B:
         """Make a configuration of the values in config.json, and check it."""
-        config = parse(cls, values, str(path))
+        config = parse(cls, values, path)
         config.check(path)
         return config
 
@@ -124,14 +124,15 @@ class Bundle:
         """Read the configuration of the bundle in ``folder``, which must be of this kind."""
         config = read(folder)
         if not isinstance(config, cls):
-            raise SbkitError(f"the bundle {folder} has {config.what}, but {cls.what} is needed here",
-                             hint=config.use.format(folder))
+            raise SbkitError("wrong-bundle-kind",
+                             f"the bundle {folder} has {config.what}, but {cls.what} is needed here",
+                             hint=config.use.format(folder), file=folder)
         return config
 
     def check(self, path: Path) -> None:
         """Refuse values that no model can run with: first each value, then combinations."""
-        check_fields(str(path), self)
-        refuse(str(path), "min_samples", self.min_samples, integer(maximum=MAX_SECONDS * self.sample_rate))
+        check_fields(path, self)
+        refuse(path, "min_samples", self.min_samples, integer(maximum=MAX_SECONDS * self.sample_rate))
 
     def onnx_metadata(self) -> dict[str, str]:
         """Return metadata for an ONNX file of the bundle."""
@@ -163,7 +164,7 @@ class GraphConfig(Bundle):
         super().check(path)
         check_unique(path, "outputs", self.outputs)
         of_outputs = Enumerated(tuple(self.outputs))
-        refuse(str(path), "lengths", self.lengths, Object(of_outputs, of_outputs))
+        refuse(path, "lengths", self.lengths, Object(of_outputs, of_outputs))
 
 
 @dataclass(kw_only=True)
@@ -187,11 +188,13 @@ class LabelsConfig(GraphConfig):
         super().check(path)
         check_unique(path, "labels", self.labels)
         if not len(self.thresholds) == len(self.labels) > 0:
-            raise SbkitError(f"{path}: there are {len(self.labels)} labels and {len(self.thresholds)} thresholds, but "
-                             "each label needs one")
+            raise SbkitError("damaged-bundle", f"{path}: there are {len(self.labels)} labels and "
+                             f"{len(self.thresholds)} thresholds, but each label needs one",
+                             hint="give as many thresholds as labels", file=path, key="thresholds")
         if self.outputs[0] in self.lengths:
-            raise SbkitError(f"{path}: {self.outputs[0]} has values for each frame, but labels are a recording's",
-                             hint="let the first output have one value for each label")
+            raise SbkitError("damaged-bundle", f"{path}: {self.outputs[0]} has values for each frame, but labels are "
+                             "of whole recordings", hint="let the first output have one value for each label",
+                             file=path, key="outputs")
 
 
 @dataclass(kw_only=True)
@@ -214,8 +217,8 @@ class EnhancerConfig(GraphConfig):
     def check(self, path: Path) -> None:
         super().check(path)
         for name in ("hop", "delay"):
-            refuse(str(path), name, getattr(self, name), integer(0, MAX_FRAME_SECONDS * self.sample_rate))
-        check_state(str(path), self.state)
+            refuse(path, name, getattr(self, name), integer(0, MAX_FRAME_SECONDS * self.sample_rate))
+        check_state(path, self.state)
         check_formats(path, "streams", self.streams, self.models)
 
 
@@ -247,11 +250,12 @@ class Streaming:
 
     def check(self, path: Path) -> None:
         """Refuse values that no stream can run with."""
-        where = f"{path}: streaming"
-        check_fields(where, self)
+        check_fields(path, self, "streaming")
         if self.ahead >= min(self.chunks):
-            raise SbkitError(f"{where}: ahead is {self.ahead}, but must be below the smallest of chunks")
-        check_state(where, self.state)
+            raise SbkitError("damaged-bundle", f"{path}: streaming: ahead is {self.ahead}, but must be below the "
+                             "smallest of chunks", hint="export the model again", file=path, key="ahead",
+                             value=self.ahead)
+        check_state(path, self.state, "streaming")
 
 
 @dataclass(kw_only=True)
@@ -288,7 +292,7 @@ class Config(Bundle):
     @classmethod
     def of(cls: type[B], values: dict[str, Any], path: Path) -> B:
         if values.get("streaming") is not None:
-            values["streaming"] = parse(Streaming, values["streaming"], f"{path}: streaming")
+            values["streaming"] = parse(Streaming, values["streaming"], path, "streaming")
         return super().of(values, path)
 
     @property
@@ -309,9 +313,10 @@ class Config(Bundle):
     def chunk(self, requested: float | None) -> float:
         """Return the seconds of audio to give the model at once: those requested, if it can take that much."""
         if requested is not None and self.longest_seconds is not None and requested > self.longest_seconds:
-            raise SbkitError(f"chunks of {requested:g} s were requested, but the model takes at most "
+            raise SbkitError("bad-option", f"chunks of {requested:g} s were requested, but the model takes at most "
                              f"{self.longest_seconds:g} s at once",
-                             hint="leave out --chunk-seconds: longer audio is cut at pauses")
+                             hint="leave out --chunk-seconds: longer audio is cut at pauses",
+                             key="--chunk-seconds", value=requested)
         return requested or self.chunk_seconds
 
     @property
@@ -322,18 +327,21 @@ class Config(Bundle):
     def check(self, path: Path) -> None:
         super().check(path)
         if self.hop_samples * self.subsampling > MAX_FRAME_SECONDS * self.sample_rate:
-            raise SbkitError(f"{path}: a frame has hop_samples * subsampling = {self.hop_samples * self.subsampling:,} "
-                             f"samples, but must have {MAX_FRAME_SECONDS * self.sample_rate:,} at most",
-                             hint="export the model again")
+            raise SbkitError("damaged-bundle", f"{path}: a frame has hop_samples * subsampling = "
+                             f"{self.hop_samples * self.subsampling:,} samples, but must have "
+                             f"{MAX_FRAME_SECONDS * self.sample_rate:,} at most",
+                             hint="export the model again", file=path, key="subsampling")
         if self.longest_seconds is not None and self.chunk_seconds > self.longest_seconds:
-            raise SbkitError(f"{path}: longest_seconds is {self.longest_seconds!r}, but must be at least "
-                             f"chunk_seconds, which is {self.chunk_seconds:g}")
+            raise SbkitError("damaged-bundle", f"{path}: longest_seconds is {self.longest_seconds!r}, but must be at "
+                             f"least chunk_seconds, which is {self.chunk_seconds:g}", hint="export the model again",
+                             file=path, key="longest_seconds", value=self.longest_seconds)
         confidences, shares = map(list, zip(*self.reliability, strict=True))
         if confidences != sorted(set(confidences)) or shares != sorted(shares):
-            raise SbkitError(f"{path}: reliability must have growing confidences, and shares that don't fall, not "
-                             f"{shown(self.reliability)}", hint="export the model again")
-        refuse(str(path), "blank_id", self.blank_id, integer(0, self.vocabulary - 1))
-        refuse(str(path), "silent_ids", self.silent_ids, Array(integer(0, self.vocabulary - 1)))
+            raise SbkitError("damaged-bundle", f"{path}: reliability must have increasing confidences, and shares "
+                             f"that don't decrease, not {shown(self.reliability)}", hint="export the model again",
+                             file=path, key="reliability")
+        refuse(path, "blank_id", self.blank_id, integer(0, self.vocabulary - 1))
+        refuse(path, "silent_ids", self.silent_ids, Array(integer(0, self.vocabulary - 1)))
         if self.streaming is not None:
             self.streaming.check(path)
             limit = MAX_SECONDS * self.sample_rate
@@ -341,7 +349,7 @@ class Config(Bundle):
             for name, samples, bound in (
                     ("before", self.streaming.before, limit), ("after", self.streaming.after, size),
                     ("the window of the largest of chunks", self.window(max(self.streaming.chunks)), limit)):
-                refuse(f"{path}: streaming", name, samples, integer(0, bound))
+                refuse(path, name, samples, integer(0, bound), "streaming")
 
 
 @dataclass(kw_only=True)
@@ -405,24 +413,28 @@ class VoiceConfig(Bundle):
         check_unique(path, "symbols", self.symbols)
         check_unique(path, "speakers", self.speakers)
         if bool(self.characters) != (self.spelling is not None):
-            raise SbkitError(f"{path}: there must be characters if there is a spelling, and none otherwise")
+            raise SbkitError("damaged-bundle", f"{path}: a voice has characters if, and only if, it has a spelling",
+                             hint="export the model again", file=path, key="characters")
         for symbol in [*self.symbols[1:], *self.characters]:
             if len(symbol) != 1 or unicodedata.normalize("NFC", symbol) != symbol:
-                raise SbkitError(f"{path}: the symbol {symbol!a} is not one character in Unicode's form NFC",
-                                 hint="export the model again")
+                raise SbkitError("damaged-bundle",
+                                 f"{path}: the symbol {symbol!a} is not one character in Unicode's form NFC",
+                                 hint="export the model again", file=path, key="symbols", value=symbol)
         if self.text is None:
             return
         if self.text.keys() - TextRules().options().keys():
-            raise SbkitError(f"{path}: text must have options of TextRules, not {shown(self.text)}",
-                             hint="was it written by a newer sbkit?")
+            raise SbkitError("newer-bundle", f"{path}: text must have options of TextRules, not {shown(self.text)}",
+                             hint="was it written by a newer sbkit?", file=path, key="text")
         try:
             rules = TextRules(**self.text)
         except (SbkitError, TypeError) as error:
-            raise SbkitError(f"{path}: {error}", hint="export the model again") from None
+            raise SbkitError("damaged-bundle", f"{path}: {error}", hint="export the model again", file=path,
+                             key="text") from None
         pairs = [*rules.replace.items(), *rules.case_pairs.items()]
         if len(pairs) > MAX_RULES or any(len(text) > MAX_RULE_CHARACTERS for pair in pairs for text in pair):
-            raise SbkitError(f"{path}: text has more than {MAX_RULES} replacement rules, or one of more than "
-                             f"{MAX_RULE_CHARACTERS} characters", hint="export the model again")
+            raise SbkitError("damaged-bundle", f"{path}: text has more than {MAX_RULES} replacement rules, or one of "
+                             f"more than {MAX_RULE_CHARACTERS} characters", hint="export the model again", file=path,
+                             key="text")
 
 
 @dataclass(kw_only=True)
@@ -452,10 +464,10 @@ class CodecConfig(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        refuse(str(path), "stride", self.stride, integer(maximum=MAX_FRAME_SECONDS * self.sample_rate))
+        refuse(path, "stride", self.stride, integer(maximum=MAX_FRAME_SECONDS * self.sample_rate))
         limit = MAX_SECONDS * self.sample_rate // self.stride
-        refuse(str(path), "min_frames", self.min_frames, integer(maximum=limit))
-        refuse(str(path), "context", self.context, Nullable(integer(0, limit)))
+        refuse(path, "min_frames", self.min_frames, integer(maximum=limit))
+        refuse(path, "context", self.context, Nullable(integer(0, limit)))
         check_formats(path, "decoders", self.decoders, self.models)
 
 
@@ -476,8 +488,9 @@ def add_kind(config: type[Bundle]) -> None:
     known = KINDS.get(config.kind, config)
     # A module that is imported anew defines the same class again.
     if (known.__module__, known.__qualname__) != (config.__module__, config.__qualname__):
-        raise SbkitError(f"{config.__name__} has the kind {config.kind!r}, which {known.__name__} of "
-                         f"{known.__module__} has already", hint=f"give {config.__name__} a kind of its own")
+        raise SbkitError("duplicate-bundle-kind", f"{config.__name__} has the kind {config.kind!r}, which "
+                         f"{known.__name__} of {known.__module__} has already",
+                         hint=f"give {config.__name__} another kind", value=config.kind)
     KINDS[config.kind] = config
 
 
@@ -485,8 +498,9 @@ def check_kind(config: Bundle) -> None:
     """Raise unless a bundle that is written with this configuration can be read again."""
     if KINDS.get(config.kind) is not type(config):
         name = type(config).__name__
-        raise SbkitError(f"bundles with a {name} could not be read, because its kind {config.kind!r} was never added",
-                         hint=f"call sbkit.infer.add_kind({name}) in the file that defines it")
+        raise SbkitError("unknown-bundle-kind", f"bundles with a {name} could not be read, because its kind "
+                         f"{config.kind!r} was never added",
+                         hint=f"call sbkit.infer.add_kind({name}) in the file that defines it", value=config.kind)
 
 
 class ByKind(dict[type[Bundle], V]):
@@ -497,8 +511,8 @@ class ByKind(dict[type[Bundle], V]):
         for kind in type(config).__mro__:
             if kind in self:
                 return self[kind]
-        raise SbkitError(f"the bundle has {config.what}, which can't be run here",
-                         hint=f"import the code that runs bundles of kind {config.kind}")
+        raise SbkitError("unknown-bundle-kind", f"the bundle has {config.what}, which can't be run here",
+                         hint=f"import the code that runs bundles of kind {config.kind}", value=config.kind)
 
 
 _MADE_BY = "make one by sbkit export RUN --to BUNDLE, or by sbkit import of a model of transformers or SpeechBrain"
@@ -509,18 +523,21 @@ def read(folder: str | Path) -> Bundle:
     path = Path(folder) / CONFIG
     values = _read_values(folder, path)
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-        raise SbkitError(f"{path} does not describe an sbkit bundle", hint=_MADE_BY)
+        raise SbkitError("not-a-bundle", f"{path} does not describe an sbkit bundle", hint=_MADE_BY, file=path)
     version = values.pop("version", None)
     if version != VERSION:
-        raise SbkitError(f"{path} has version {shown(version)}, but this sbkit reads version {VERSION}",
-                         hint="install a newer sbkit" if isinstance(version, int) and version > VERSION else None)
+        raise SbkitError("newer-bundle", f"{path} has version {shown(version)}, but this sbkit reads version {VERSION}",
+                         hint="install a newer sbkit" if isinstance(version, int) and version > VERSION else None,
+                         file=path, key="version", value=version)
 
     name = values.pop("kind", CTC)
     kind = _kind_named(name) if isinstance(name, str) else None
     if kind is None:
-        raise SbkitError(f"{path} is of kind {shown(name)}, but this sbkit reads {', '.join(KINDS)}",
+        raise SbkitError("unknown-bundle-kind",
+                         f"{path} is of kind {shown(name)}, but this sbkit reads {', '.join(KINDS)}",
                          hint="install a newer sbkit, or the package that defines that kind and names it as an entry "
-                              f"point of {ENTRY_POINTS}; a program of your own imports its file first")
+                              f"point of {ENTRY_POINTS}; a program of your own imports its file first",
+                         file=path, key="kind", value=name)
     return kind.of(values, path)
 
 
@@ -529,13 +546,17 @@ def _read_values(folder: str | Path, path: Path) -> object:
     try:
         return untrusted.read_json(path, MAX_BYTES)
     except FileNotFoundError:
-        problem = f"is not a bundle: it has no {CONFIG}" if path.parent.is_dir() else "does not exist"
-        raise SbkitError(f"{folder} {problem}", hint=_where_a_bundle_is(folder)) from None
+        hint = _where_a_bundle_is(folder)
+        if path.parent.is_dir():
+            raise SbkitError("not-a-bundle", f"{folder} is not a bundle: it has no {CONFIG}", hint=hint, file=folder
+                             ) from None
+        raise SbkitError("no-such-path", f"{folder} does not exist", hint=hint, file=folder) from None
     except NotADirectoryError:
-        raise SbkitError(f"{folder} is a file, and a bundle is a folder",
-                         hint="name the bundle's folder, which comes before its recordings") from None
+        raise SbkitError("not-a-bundle", f"{folder} is a file, and a bundle is a folder",
+                         hint="name the bundle's folder, which comes before its recordings", file=folder) from None
     except (OSError, ValueError) as error:
-        raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise SbkitError("damaged-bundle", f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+                         hint="copy the bundle again", file=path) from None
 
 
 def _where_a_bundle_is(folder: str | Path) -> str:

@@ -44,11 +44,13 @@ def check_files(folder: Path, config: Bundle) -> None:
                 with untrusted.open_regular(path) as file:
                     sizes[path.name] = os.fstat(file.fileno()).st_size
         if sum(sizes.values()) > _MAX_MEMORIES * memory.total():
-            raise SbkitError(f"the files of {folder} have {disk.size(sum(sizes.values()))}, and this machine has "
-                             f"{disk.size(memory.total())} of memory", hint="copy the bundle again")
+            raise SbkitError("bundle-too-large", f"the files of {folder} have {disk.size(sum(sizes.values()))}, and "
+                             f"this machine has {disk.size(memory.total())} of memory",
+                             hint="copy the bundle again, or use a machine with more memory", file=folder)
         for name, written in config.files.items():
             if name in sizes and name != README and not is_as_written(folder / name, written):
-                raise SbkitError(f"{folder / name} is not what the export wrote", hint="copy the bundle again")
+                raise SbkitError("damaged-bundle", f"{folder / name} is not what the export wrote",
+                                 hint="copy the bundle again", file=folder / name)
     except OSError as error:
-        raise SbkitError(f"{error.filename or folder} cannot be read: {error.strerror or error}",
-                         hint="copy the bundle again") from None
+        raise SbkitError("damaged-bundle", f"{error.filename or folder} cannot be read: {error.strerror or error}",
+                         hint="copy the bundle again", file=error.filename or folder) from None
