@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import shutil
 
+from sbkit.commands.options import add_json
+
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

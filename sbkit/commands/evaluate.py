@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from sbkit.commands.options import (
     RUNS_CODE,
     add_average,
+    add_json,
     add_search,
     chunk_sizes,
+    print_json,
     request_of,
     require_language_model,
     require_run,
@@ -72,6 +74,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--max-batch-seconds", type=float, metavar="S", help="audio in one batch on a device")
     parser.add_argument("--workers", type=int, help="number of processes that read audio")
+    add_json(parser)
 
 
 def _bound(text: str) -> tuple[str, float]:
@@ -103,11 +106,11 @@ def run(args: argparse.Namespace) -> int:
     check_torch()
     from sbkit.runs.evaluation_request import EvaluateRequest
 
-    return evaluate(request_of(EvaluateRequest, args))
+    return evaluate(request_of(EvaluateRequest, args), as_json=args.json)
 
 
-def evaluate(request: EvaluateRequest) -> int:
-    """Score, write the files and print a table; the exit code says whether all bounds were met."""
+def evaluate(request: EvaluateRequest, as_json: bool = False) -> int:
+    """Score, write the files and print a table, or JSON; the exit code says whether all bounds were met."""
     from sbkit.infer.bundles import BundleLoader
     from sbkit.runs import evaluation_options, restore, scored_corpus
     from sbkit.train import device as devices
@@ -125,8 +128,14 @@ def evaluate(request: EvaluateRequest) -> int:
             results = _score_all(request, recipe, brain, corpus)
             if not ranks.is_main():
                 return 0
-            _print_results(results, request)
-            return OVER_LIMIT if _report_missed_bounds(results, request) else 0
+            if not as_json:
+                _print_results(results, request)
+            missed = _missed_bounds(results, request)
+            for line in missed:
+                print(line, file=sys.stderr)
+            if as_json:
+                print_json({"results": [scored.facts for scored in results], "missed": missed})
+            return OVER_LIMIT if missed else 0
     finally:
         ranks.shutdown()
 
@@ -214,14 +223,14 @@ def _print_left_out(what: str, ids: Sequence[str]) -> None:
         print(f"  not scored: {counted(len(ids), 'utterance')} {what}: {printable(', '.join(ids[:5]))}")
 
 
-def _report_missed_bounds(results: Sequence[CheckpointResult], request: EvaluateRequest) -> bool:
-    """Print each figure that is not within the bounds of the command line; return whether there are any."""
+def _missed_bounds(results: Sequence[CheckpointResult], request: EvaluateRequest) -> list[str]:
+    """Return a line for each figure that is not within the bounds of the command line."""
     bounds = [(name, bound, "more", operator.le) for name, bound in request.max_values]
     bounds += [(name, bound, "less", operator.ge) for name, bound in request.min_values]
     if request.max_wer is not None:
         bounds.append(("WER", request.max_wer, "more", operator.le))
 
-    missed = False
+    missed = []
     for name, bound, beyond, is_within in bounds:
         if not results[0].results.figures(name):
             raise SbkitError("no-such-figure", f"there is no {name} to compare with {bound:g}",
@@ -229,7 +238,7 @@ def _report_missed_bounds(results: Sequence[CheckpointResult], request: Evaluate
         for scored in results:
             for part, value in scored.results.figures(name).items():
                 if not is_within(value, bound):  # NaN is within none
-                    missed = True
-                    print(f"{scored.facts['checkpoint']}: {name} is {value:.4g}{part and ' '}{part}, {beyond} than "
-                          f"{bound:g}", file=sys.stderr)
+                    of_part = f" {part}" if part else ""
+                    missed.append(f"{scored.facts['checkpoint']}: {name} is {value:.4g}{of_part}, {beyond} than "
+                                  f"{bound:g}")
     return missed

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from pathlib import Path
 
-from sbkit.commands.options import RUNS_CODE, above, add_average, count, request_of, require_run, several_of, share
+from sbkit.commands.options import (
+    RUNS_CODE,
+    above,
+    add_average,
+    add_json,
+    count,
+    print_json,
+    request_of,
+    require_run,
+    several_of,
+    share,
+)
 from sbkit.score.weights import BEST, ChosenWeights
+from sbkit.system.console import stored_json
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=above, metavar="D", default=0.005,
                         help="largest allowed difference of an output from the checkpoint's (0.005)")
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,4 +56,18 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.infer.bundles import BundleLoader
 
     weights = ChosenWeights(args.checkpoint, args.average, args.mean)
-    return export(request_of(ExportRequest, args, weights=weights), BundleLoader())
+    request = request_of(ExportRequest, args, weights=weights)
+    if not args.json:
+        return export(request, BundleLoader())
+    with contextlib.redirect_stdout(sys.stderr):
+        code = export(request, BundleLoader())
+    print_json(_facts_of(args.to))
+    return code
+
+
+def _facts_of(bundle: Path) -> dict[str, object]:
+    """Return what an export says of its bundle, for JSON: what ``sbkit info`` says, and the comparison."""
+    from sbkit.commands import info
+    from sbkit.export import layout
+
+    return {**info.facts_of(bundle), "parity": stored_json(bundle / layout.PARITY)}

@@ -8,35 +8,39 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
+from sbkit.commands.options import add_json, print_json
 from sbkit.errors import SbkitError
-from sbkit.system.console import table
+from sbkit.system.console import stored_json, table
 
 _WHICH = "name the output_folder of a run, or a bundle"
+
+
+#: The states of a run, as the table says them.
+_STATES = {
+    "in use": "a process is working in it",
+    "script": "known to its script",
+    "finished": "finished",
+    "unfinished": "not finished: the same command continues it",
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="RUN|BUNDLE", type=Path,
                         help="the output folder of a run, or the folder that sbkit export made")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from sbkit.export import layout
-    from sbkit.score.run_files import RECIPE
 
     folder: Path = args.folder
-    if not folder.exists():
-        raise SbkitError("no-such-path", f"{folder} does not exist", hint=_WHICH, file=folder)
-    if not folder.is_dir():
-        raise SbkitError("neither-run-nor-bundle", f"{folder} is a file", hint=_WHICH, file=folder)
-    if (folder / layout.CONFIG).exists():
-        rows = _bundle_rows(folder)
-    elif (folder / RECIPE).exists():
-        rows = _run_rows(folder)
-    else:
-        raise SbkitError("neither-run-nor-bundle",
-                         f"{folder} is neither a run, which has {RECIPE}, nor a bundle, which has {layout.CONFIG}",
-                         hint=_WHICH, file=folder)
+    facts = facts_of(folder)
+    if args.json:
+        print_json(facts)
+        return 0
+    rows = _bundle_rows(facts) if facts["what"] == "bundle" else _run_rows(facts)
     print(table(["", str(folder)], rows))
     readme = folder / layout.README
     if readme.is_file():
@@ -44,40 +48,73 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _bundle_rows(folder: Path) -> list[list[str]]:
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Return what is known of a run or a bundle, for JSON; anything else is refused."""
+    from sbkit.export import layout
+    from sbkit.score.run_files import RECIPE
+
+    if not folder.exists():
+        raise SbkitError("no-such-path", f"{folder} does not exist", hint=_WHICH, file=folder)
+    if not folder.is_dir():
+        raise SbkitError("neither-run-nor-bundle", f"{folder} is a file", hint=_WHICH, file=folder)
+    if (folder / layout.CONFIG).exists():
+        return {"what": "bundle", "folder": str(folder), **_bundle_facts(folder)}
+    if (folder / RECIPE).exists():
+        return {"what": "run", "folder": str(folder), **_run_facts(folder)}
+    raise SbkitError("neither-run-nor-bundle",
+                     f"{folder} is neither a run, which has {RECIPE}, nor a bundle, which has {layout.CONFIG}",
+                     hint=_WHICH, file=folder)
+
+
+def _bundle_facts(folder: Path) -> dict[str, Any]:
     from sbkit.export import layout
 
     config = layout.read(folder)
-    rows = [["what", f"a bundle: {config.what}"], ["sample rate", f"{config.sample_rate} Hz"],
-            ["language", config.language or "not named"]]
-    for name, file in config.models.items():
-        if (folder / file).is_file():
-            rows.append([f"model, {name}", f"{file}, {(folder / file).stat().st_size / 1e6:.1f} MB"])
-    rows += [[f"left out: {name}", why] for name, why in config.left_out.items()]
-    rows += [[f"made by {name}", version] for name, version in config.made_by.items()]
+    models = {name: {"file": file, "bytes": (folder / file).stat().st_size}
+              for name, file in config.models.items() if (folder / file).is_file()}
+    return {"kind": config.kind, "has": config.what, "use": config.use.format(folder),
+            "sample_rate": config.sample_rate, "language": config.language, "models": models,
+            "left_out": config.left_out, "made_by": config.made_by, "trained": config.trained}
+
+
+def _bundle_rows(facts: dict[str, Any]) -> list[list[str]]:
+    rows = [["what", f"a bundle: {facts['has']}"], ["sample rate", f"{facts['sample_rate']} Hz"],
+            ["language", facts["language"] or "not named"]]
+    rows += [[f"model, {name}", f"{model['file']}, {model['bytes'] / 1e6:.1f} MB"]
+             for name, model in facts["models"].items()]
+    rows += [[f"left out: {name}", why] for name, why in facts["left_out"].items()]
+    rows += [[f"made by {name}", version] for name, version in facts["made_by"].items()]
     return rows
 
 
-def _run_rows(folder: Path) -> list[list[str]]:
-    from sbkit.score.run_files import METRICS, RECIPE, TESTED
+def _run_facts(folder: Path) -> dict[str, Any]:
+    from sbkit.score.run_files import METRICS, RECIPE, REPORT, TESTED
 
     # A script's own recipe has no task.
     is_script = not re.search("^brain:", (folder / RECIPE).read_text(encoding="utf-8"), re.MULTILINE)
     if _is_in_use(folder):
-        state = "a process is working in it"
+        state = "in use"
     elif is_script:
-        state = "known to its script"
+        state = "script"
     elif (folder / TESTED).exists():
         state = "finished"
     else:
-        state = "not finished: the same command continues it"
+        state = "unfinished"
 
     metrics = folder / METRICS
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     epochs = [line for line in lines if '"kind": "epoch", "epoch"' in line and (is_script or "valid_loss" in line)]
-    checkpoints = sorted(path.name for path in folder.glob("save/CKPT+*"))
-    return [["what", "a run of a script" if is_script else "a run"], ["state", state], ["epochs", str(len(epochs))],
-            ["checkpoints", ", ".join(checkpoints) or "none"]]
+    tested = stored_json(folder / TESTED)
+    results = {name: value for name, value in tested.items() if name not in ("said", "files", "of")}
+    report = folder / REPORT
+    return {"by_script": is_script, "state": state, "epochs": len(epochs),
+            "checkpoints": sorted(path.name for path in folder.glob("save/CKPT+*")),
+            "results": results, "report": str(report) if report.is_file() else None}
+
+
+def _run_rows(facts: dict[str, Any]) -> list[list[str]]:
+    return [["what", "a run of a script" if facts["by_script"] else "a run"], ["state", _STATES[facts["state"]]],
+            ["epochs", str(facts["epochs"])], ["checkpoints", ", ".join(facts["checkpoints"]) or "none"]]
 
 
 def _is_in_use(folder: Path) -> bool:

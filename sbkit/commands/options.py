@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,16 @@ def request_of(kind: type[T], args: argparse.Namespace, **more: object) -> T:
     """Build a dataclass from the arguments that have the names of its fields, and from more values."""
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass, as documented
     return kind(**{name: value for name, value in vars(args).items() if name in fields}, **more)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, with which a command prints nothing else on stdout."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def print_json(values: object) -> None:
+    """Print what ``--json`` asks for."""
+    print(json.dumps(values, indent=1, ensure_ascii=False, default=str))
 
 
 def add_schemes(parser: argparse.ArgumentParser) -> None:

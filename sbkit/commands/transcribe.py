@@ -25,6 +25,8 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="write a file for each recording, skipping those that exist")
     parser.add_argument("--format", dest="formats", default=["txt"], type=lambda text: text.split(","),
                         metavar="A,B", help="any of txt,json,srt,vtt,ctm (default: txt)")
+    parser.add_argument("--json", dest="formats", action="store_const", const=["json"],
+                        help="the same as --format json; of several recordings a line each")
     add_model(parser)
     parser.add_argument("--readers", type=count, default=2, help="number of threads that decode audio (2)")
     parser.add_argument("--batch-seconds", type=above, metavar="S", help="audio in one batch, with padding")

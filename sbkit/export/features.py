@@ -51,7 +51,7 @@ class Features(nn.Module):
                                  f"{value!r}, and only {expected!r} gives each utterance the same frames alone and in "
                                  "a batch", hint=f"train with {what}: {expected!r}", key=what, value=value)
         if stft.hop_length != hop_samples:
-            raise SbkitError("wrong-hop-length",
+            raise SbkitError("not-exportable",
                              f"the recipe's hop_length is {hop_samples} samples, but {name}'s is {stft.hop_length}",
                              hint=f"give {name} `hop_length: !ref <hop_length>`", key="hop_length", value=hop_samples)
         self.hop, self.size = stft.hop_length, stft.n_fft
@@ -162,7 +162,7 @@ class Normalization(nn.Module):
                              hint="train with norm_type: sentence or global", key="normalize")
         if not self.sentence:
             if not int(norm.count):
-                raise SbkitError("no-statistics", "normalize: norm_type is 'global', but no statistics were saved",
+                raise SbkitError("not-exportable", "normalize: norm_type is 'global', but no statistics were saved",
                                  hint="add normalize to the checkpointer's recoverables", key="normalize")
             self.register_buffer("mean", norm.glob_mean.detach().clone().float())
             spread = norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)

@@ -43,18 +43,18 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
         api.create_commit(url.repo_id, [CommitOperationAdd(name, bundle / name) for name in names],
                           commit_message="A bundle of sbkit")
     except errors.HFValidationError as error:
-        raise SbkitError("bad-repository-name", f"{repository} can't be a name on the hub: {first_line(error)}",
+        raise SbkitError("bad-option", f"{repository} can't be a name on the hub: {first_line(error)}",
                          hint="name it owner/name, of letters, digits, '-', '_' and '.'", value=repository) from error
     except errors.LocalTokenNotFoundError as error:
-        raise SbkitError("not-logged-in", "you are not logged in to the hub", hint=_LOG_IN) from error
+        raise SbkitError("hub-access-denied", "you are not logged in to the hub", hint=_LOG_IN) from error
     except errors.HfHubHTTPError as error:
         # Without its cause: the hub's response may contain the token, which --debug would show.
         status = error.response.status_code
         if status == 401:
-            raise SbkitError("not-logged-in", f"the hub doesn't accept your token, so you can't write to {repository}",
+            raise SbkitError("hub-access-denied", f"the hub doesn't accept your token, so you can't write to {repository}",
                              hint=_LOG_IN) from None
         if status == 403:
-            raise SbkitError("no-permission", f"you may not write to {repository} on the hub",
+            raise SbkitError("hub-access-denied", f"you may not write to {repository} on the hub",
                              hint=f"name one of your own, or log in with another account: {_LOG_IN}",
                              value=repository) from None
         raise SbkitError("hub-error", f"{repository}: the hub reports status {status}: {first_line(error)}",
