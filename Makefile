@@ -85,6 +85,7 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/keys_page.py
+	$(BIN)/python tools/findings_page.py
 	$(BIN)/python -m mkdocs build --strict
 
 pictures: $(STAMP) $(OUT)/bundle/config.json

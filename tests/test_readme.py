@@ -15,13 +15,16 @@ from sbkit.recipe.check import check
 from sbkit.rehearsal.cards import parse_cards
 
 ROOT = Path(__file__).parents[1]
-HOME = ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbkit/starter/README.md", "tools/README.md",
+HOME = ["README.md", "AGENTS.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbkit/starter/README.md",
+        "tools/README.md",
         *(f"recipes/CommonVoice/ASR/CTC/{name}.md"
           for name in ("README", "RESULTS", "results/people", "results/demo", "results/speed")),
         "recipes/LJSpeech/TTS/README.md", "recipes/VoxCeleb/SpeakerRec/README.md"]
 PAGES = [*HOME, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
-#: Their commands run in folders of their own, by tests/integration/test_extend.py and test_tutorials.py.
-ELSEWHERE = {"docs/how-to/extend.md", "docs/tutorials/own-task.md", "docs/tutorials/speechbrain.md"}
+#: Commands of the first three run in folders of their own, by tests/integration/test_extend.py and test_tutorials.py;
+#: examples of findings are wrong on purpose.
+ELSEWHERE = {"docs/how-to/extend.md", "docs/tutorials/own-task.md", "docs/tutorials/speechbrain.md",
+             "docs/reference/findings.md"}
 FLAGS = {"--json", "--measure", "--no-run", "--fresh"}
 
 

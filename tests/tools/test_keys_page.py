@@ -4,13 +4,58 @@ import pytest
 
 from sbkit.tasks.codec import Codec
 from sbkit.tasks.ctc import CTC
-from tools import keys_page
+from tools import findings_page, keys_page
 
 
 @pytest.mark.parametrize("name", ["keys", "commands", "python"])
 def test_the_page_is_what_would_be_made(name):
     made = getattr(keys_page, f"{name}_page")()
     assert (keys_page.FOLDER / f"{name}.md").read_text(encoding="utf-8") == made, "run make docs"
+
+
+def test_the_page_of_findings_is_what_would_be_made():
+    assert findings_page.PAGE.read_text(encoding="utf-8") == findings_page.findings_page(), "run make docs"
+
+
+def test_each_code_that_is_used_is_explained_and_each_that_is_explained_is_used():
+    assert findings_page.problems() == []
+
+
+def test_each_way_of_giving_a_code_is_found(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "errors.py").write_text(SOURCE)
+    used = findings_page.used_codes(package)
+    assert sorted(used) == ["by-base", "by-branch", "by-constant", "by-default", "by-field", "by-function", "by-name",
+                            "by-position", "by-table", "by-variable", "other-branch"]
+    assert used["by-position"] == ["package/errors.py:12"]
+
+
+#: Each kind of place of a code, and words that are none.
+SOURCE = '''
+CONSTANT = "by-constant"
+TABLE = {1: "by-table"}
+class Problem(Exception):
+    def __init__(self, code, message): ...
+class Inherits(Problem): ...
+class Own(Problem):
+    def __init__(self, path): super().__init__("by-base", path)
+class Finding(NamedTuple):
+    severity: str
+    code: str
+Problem("by-position", "a message")
+Inherits(CONSTANT, "message")
+Problem(message="no-code", code="by-name")
+Problem(TABLE[1], "message")
+Problem("by-branch" if TABLE else "other-branch", "message")
+Finding("no-code", "by-field")
+Own("no-code")
+def refuse(self, path, code="by-default"): ...
+self.refuse(path, "by-function")
+code = "by-variable"
+logger.error("A message")
+print("no-code")
+'''
 
 
 def test_the_arguments_of_what_recipes_build_are_listed_with_their_defaults():
