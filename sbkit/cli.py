@@ -182,9 +182,10 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            code = "unknown-command" if action.metavar == _COMMAND else "bad-option"
-            self._refuse(code, str(error), str(value), [str(choice) for choice in action.choices or ()],
-                         error.argument_name, value)
+            choices = [str(choice) for choice in action.choices or ()]
+            if action.metavar == _COMMAND:
+                self._refuse("unknown-command", f"there is no command {value}", str(value), choices, None, value)
+            self._refuse("bad-option", str(error), str(value), choices, error.argument_name, value)
 
     def _refuse(self, code: str, message: str, word: str, options: Sequence[str], argument: str | None,
                 value: object = None) -> NoReturn:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from refusals import refused
 
 from sbkit import cli, commands
 from sbkit.cli import COMMANDS, main
@@ -82,8 +83,8 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     ("transcribe talk.wav", "required: FILES; write sbkit transcribe BUNDLE FILES; see sbkit transcribe --help"),
     ("export run", "required: --to; write sbkit export RUN --to BUNDLE; see sbkit export --help"),
     ("report run qqq", "unrecognized arguments: qqq; see sbkit report --help"),
-    ("evaluat run", "; did you mean evaluate? see sbkit --help"),
-    ("trian recipe.yaml", "; did you mean train? see sbkit --help"),
+    ("evaluat run", "there is no command evaluat; did you mean evaluate? see sbkit --help"),
+    ("trian recipe.yaml", "there is no command trian; did you mean train? see sbkit --help"),
     ("evaluate run --max EER:5", "--max: 'EER:5' is not NAME=VALUE: write EER=5; see sbkit evaluate --help"),
     ("evaluate run --min EER=five", "'EER=five' is not NAME=VALUE: write EER=5; see sbkit evaluate --help"),
     ("evaluate run --precision bf61", "; did you mean bf16? see sbkit evaluate --help"),
@@ -120,7 +121,46 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
 def test_a_misspelt_word_gets_the_one_that_was_meant(words, expected, capsys):
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and line.endswith(expected)
+    assert re.fullmatch(r"error: (.*) \[[a-z-]+\]", line)[1].endswith(expected)
+
+
+@pytest.mark.parametrize(("words", "code", "fields"), [
+    ("trian recipe.yaml", "unknown-command", {"value": "trian"}),
+    ("evaluate run --maxwer=15", "unknown-option", {"key": "--maxwer"}),
+    ("report run qqq", "unknown-option", {"key": "qqq"}),
+    ("evaluate run --max EER:5", "bad-option", {"key": "--max"}),
+    ("evaluate run --precision bf61", "bad-option", {"key": "--precision", "value": "bf61"}),
+    ("export run --to bundle --formats onxn", "bad-option", {"key": "--formats"}),
+    ("export run", "missing-argument", {}),
+])
+def test_a_wrong_command_line_is_refused_by_a_code_and_the_option(words, code, fields):
+    with refused(code, wording=False, **fields):  # argparse's words differ by the version of Python
+        cli.dispatch(words.split())
+
+
+def test_with_json_the_error_is_json_on_stdout_besides_the_line_on_stderr(capsys):
+    assert main(["info", "nowhere", "--json"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"error": {
+        "code": "no-such-path", "message": "nowhere does not exist", "file": "nowhere",
+        "hint": "name the output_folder of a run, or a bundle"}}
+    assert printed.out.count("\n") == 1 and printed.err.endswith(" [no-such-path]\n")
+    assert main(["info", "nowhere"]) == 2 and capsys.readouterr().out == ""
+
+
+def test_json_of_an_error_is_printed_once_by_a_run_of_several_ranks(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["info", "nowhere", "--json"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_reader_of_json_that_is_gone_changes_nothing():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as lost:
+        done = subprocess.run([sys.executable, "-m", "sbkit", "info", "nowhere", "--json"], stdout=lost,
+                              stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and done.stderr.endswith(" [no-such-path]\n") and done.stderr.count("\n") == 1
 
 
 def test_ctrl_c_outside_of_training_is_one_line(capsys, monkeypatch):
@@ -228,7 +268,7 @@ def test_options_take_hyphens_and_underscores(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ("replay run", "invalid choice: 'replay'"),
+    ("replay run", "there is no command replay"),
     ("evaluate run --on corpus", "unrecognized arguments: --on"),
     ("transcribe bundle a.wav --output folder", "unrecognized arguments: --output"),
     ("train {root}/hparams/ctc.yaml --least_steps 3", "has no key least_steps"),
@@ -317,13 +357,16 @@ def test_show_tells_what_is_wrong_as_check_does(capsys):
 
 
 def test_info_tells_a_run_from_a_bundle(tmp_path, capsys):
-    assert main(["info", str(tmp_path)]) == 2
-    assert "is neither a run, which has hyperparams.yaml, nor a bundle" in capsys.readouterr().err
+    with refused("neither-run-nor-bundle", file=tmp_path):
+        cli.dispatch(["info", str(tmp_path)])
     (tmp_path / "hyperparams.yaml").write_text("seed: 1\n")
     (tmp_path / "metrics.jsonl").write_text('{"kind": "epoch", "epoch": 1, "step": 7}\n')
     assert main(["info", str(tmp_path)]) == 0
     assert re.search(r"run of a script\nstate +known to its script\nepochs +1\n", capsys.readouterr().out)
     (tmp_path / "hyperparams.yaml").write_text("seed: 1\nbrain: !name:sbkit.tasks.ctc.CTC\n")
+    assert main(["info", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["what"], facts["state"], facts["epochs"], facts["results"]) == ("run", "unfinished", 0, {})
     (tmp_path / "README.md").write_text("---\ntags: []\n---\n# mine\n")
     assert main(["info", str(tmp_path)]) == 0
     out = capsys.readouterr().out

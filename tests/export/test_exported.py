@@ -15,10 +15,10 @@ import runtimes
 import torch
 from onnx import TensorProto
 from onnx_text import write
+from refusals import refused
 
 from sbkit.data.columns import LabelColumn
 from sbkit.data.corpus import Corpus
-from sbkit.errors import SbkitError
 from sbkit.export import gate, graph, parity_report, source
 from sbkit.export.bundle import complete
 from sbkit.export.clips import Clip, ComparisonClips
@@ -51,8 +51,9 @@ class LogOfSilence(torch.nn.Module):
 def test_a_graph_that_cannot_be_traced_is_told_with_its_line(model, code):
     lines, first = inspect.getsourcelines(model)
     line = first + next(i for i, text in enumerate(lines) if code in text)
-    with pytest.raises(SbkitError, match=rf"can't be traced \({__file__}, line {line}: .*"):
+    with refused("not-traceable", wording=False) as error:  # it ends with torch's own words
         graph.trace_module(model(), EXAMPLE, OPEN)
+    assert f"({__file__}, line {line}: " in error.value.message
 
 
 @pytest.mark.slow
@@ -109,11 +110,10 @@ def test_the_checkpoint_is_the_tasks_own_forward():
     assert doubled.reference(CONFIG)(signal).tolist() == [[2.0, 2.0], [4.0, 4.0]]
 
 
-@pytest.mark.parametrize("given, told", [(None, r"tuple\(Tensor, Tensor\)"), (lambda values: {"a": 1}, r"dict\(\)")])
-def test_a_forward_that_gives_something_else_needs_a_function(given, told):
-    with pytest.raises(SbkitError, match=rf"compute_forward returns {told}, and the graph scores") as error:
+@pytest.mark.parametrize("given", [None, lambda values: {"a": 1}], ids=["tuple", "dictionary"])
+def test_a_forward_that_gives_something_else_needs_a_function(given):
+    with refused("wrong-export-outputs"):
         made(from_forward=given).reference(CONFIG)(np.zeros(5, np.float32))
-    assert "from_forward" in error.value.hint
 
 
 SIGNALS = [np.arange(3, dtype=np.float32), np.arange(5, dtype=np.float32)]

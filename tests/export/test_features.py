@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from speechbrain.lobes.features import MFCC, Fbank
 from speechbrain.processing.features import InputNormalization
 
-from sbkit.errors import SbkitError
 from sbkit.export import graph
 from sbkit.export.features import Features, Normalization, express, normalization, refuse_transforms
 from sbkit.nn.accelerate import accelerate
@@ -56,14 +56,12 @@ def test_equal_to_speechbrains_alone_and_in_a_batch(name):
 
 
 def test_settings_with_another_meaning_are_refused():
-    for change, what in (({"center": False}, "center is False"), ({"pad_mode": "reflect"}, "pad_mode is 'reflect'"),
-                         ({"onesided": False}, "onesided is False")):
+    for what, value in (("center", False), ("pad_mode", "reflect"), ("onesided", False)):
         front = Fbank()
-        for key, value in change.items():
-            setattr(front.compute_STFT, key, value)
-        with pytest.raises(SbkitError, match=f"Fbank can't be exported: {what}"):
+        setattr(front.compute_STFT, what, value)
+        with refused("not-exportable", key=what, value=value):
             Features(front, 160)
-    with pytest.raises(SbkitError, match="hop_length"):
+    with refused("not-exportable", key="hop_length"):
         Features(Fbank(hop_length=12.5), 160)
 
 
@@ -94,9 +92,9 @@ def _traced(front):
 def test_other_front_ends_are_traced_or_refused_with_the_reason():
     program = _traced(OfConvolutions())
     refuse_transforms(program, "OfConvolutions")
-    with pytest.raises(SbkitError, match=r"front end OfTransforms can't be exported: it uses \w*(stft|fft)"):
+    with refused("not-exportable", wording=False):  # torch's versions name the operation differently
         refuse_transforms(_traced(OfTransforms()), "OfTransforms")
-    with pytest.raises(SbkitError, match="the model can't be traced"):
+    with refused("not-traceable", wording=False):
         _traced(OfHands())
 
 
@@ -123,8 +121,8 @@ def test_the_normalisation_of_a_run_which_swapped_its_class_is_known():
 
 
 def test_normalisation_that_is_no_function_of_one_waveform_is_refused():
-    with pytest.raises(SbkitError, match="norm_type 'batch'"):
+    with refused("not-exportable", key="normalize"):
         normalization(InputNormalization(norm_type="batch"))
-    with pytest.raises(SbkitError, match="no statistics were saved"):
+    with refused("not-exportable", key="normalize"):
         normalization(InputNormalization(norm_type="global"))
     assert normalization(None) is None

@@ -10,6 +10,7 @@ import published
 import pytest
 import speechbrain_models
 import torch
+from refusals import check_wording
 
 import sbkit.infer
 from sbkit.data.piece_model import piece_model
@@ -94,8 +95,7 @@ def test_code_runs_only_if_it_is_trusted(repository, tmp_path, local):
         recipe.write(code)
     name = str(repository[1]) if local else "someone/model"
     error = refusal(tmp_path, name, trust_code=False)
-    assert f"{name} is a SpeechBrain model, and its hyperparams.yaml is code" in error.message
-    assert error.hint.endswith("hyperparams.yaml; if you trust it, add --trust-code")
+    assert error.code == "untrusted-code" and error.file.endswith("hyperparams.yaml")
     assert not (tmp_path / "ran").exists()
 
 
@@ -122,7 +122,8 @@ def test_a_tokenizer_that_does_not_fit_its_head(tmp_path):
     folder = speechbrain_models.make(tmp_path / "model")
     (folder / "tokenizer.ckpt").write_bytes(piece_model(["<unk>", "▁", "a", "b"]))
     error = refusal(tmp_path, folder)
-    assert f"{folder} doesn't fit its head: the head has 12 outputs, the tokenizer 4 tokens" in error.message
+    assert (error.code, error.file) == ("tokenizer-does-not-fit", str(folder))
+    check_wording(str(error))
 
 
 @pytest.mark.parametrize("lost, said", [
@@ -139,4 +140,4 @@ def test_a_recipe_that_is_no_recogniser(tmp_path):
     folder = speechbrain_models.make(tmp_path / "model")
     text = (folder / "hyperparams.yaml").read_text()
     (folder / "hyperparams.yaml").write_text(text.replace("decoding_function:", "other:"))
-    assert "SpeechBrain can't open" in refusal(tmp_path, folder).message
+    assert refusal(tmp_path, folder).code == "unsupported-model"

@@ -33,7 +33,7 @@ def parse(kind: type[T], values: object, path: Path, part: str = "") -> T:
     unknown = sorted(set(values) - {declared.name for declared in fields(kind)})
     if unknown:
         raise SbkitError("newer-bundle", f"{where} has unknown keys: {shown_names(unknown)}",
-                         hint="was it written by a newer sbkit?", file=path, key=unknown[0])
+                         hint="was it written by a newer sbkit?", file=path, key=shown_names(unknown[:1]))
     try:
         return kind(**values)
     except TypeError as error:
@@ -47,11 +47,14 @@ def check_fields(path: Path, values: DataclassInstance, part: str = "") -> None:
             refuse(path, declared.name, getattr(values, declared.name), declared.metadata["allowed"], part)
 
 
-def refuse(path: Path, name: str, contents: object, allowed: Schema, part: str = "") -> None:
-    """Raise unless what a field has is allowed."""
+def refuse(path: Path, name: str, contents: object, allowed: Schema, part: str = "", key: str | None = None) -> None:
+    """Raise unless what a field has is allowed.
+
+    key : the key that decides it, if that isn't ``name``
+    """
     if contents not in allowed:
         raise SbkitError("damaged-bundle", f"{_where(path, part)}: {name} is {shown(contents)}, but must be {allowed}",
-                         hint=_AGAIN, file=path, key=name, value=contents)
+                         hint=_AGAIN, file=path, key=key or name, value=contents)
 
 
 def check_state(path: Path, state: Mapping[str, Mapping[str, Any]], part: str = "") -> None:

@@ -346,10 +346,10 @@ class Config(Bundle):
             self.streaming.check(path)
             limit = MAX_SECONDS * self.sample_rate
             size = self.hop_samples + self.streaming.overlap  # a stream keeps at least the samples of one feature frame
-            for name, samples, bound in (
-                    ("before", self.streaming.before, limit), ("after", self.streaming.after, size),
-                    ("the window of the largest of chunks", self.window(max(self.streaming.chunks)), limit)):
-                refuse(path, name, samples, integer(0, bound), "streaming")
+            refuse(path, "before", self.streaming.before, integer(0, limit), "streaming")
+            refuse(path, "after", self.streaming.after, integer(0, size), "streaming")
+            window = self.window(max(self.streaming.chunks))
+            refuse(path, "the window of the largest of chunks", window, integer(0, limit), "streaming", key="chunks")
 
 
 @dataclass(kw_only=True)
