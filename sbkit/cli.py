@@ -175,7 +175,7 @@ class _Parser(argparse.ArgumentParser):
         false."""
         needed = " ".join(f"{' '.join(action.option_strings[:1])} {action.metavar}".strip()
                           for action in self._actions if action.required)
-        raise SbkitError("missing-argument", message, hint=f"write {self.prog} {needed}; {self._see_help}")
+        raise SbkitError("missing-option", message, hint=f"write {self.prog} {needed}; {self._see_help}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # what the argument's type made of a word
         """Suggest a choice near to one that there isn't; argparse's exception has neither."""

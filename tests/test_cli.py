@@ -131,7 +131,7 @@ def test_a_misspelt_word_gets_the_one_that_was_meant(words, expected, capsys):
     ("evaluate run --max EER:5", "bad-option", {"key": "--max"}),
     ("evaluate run --precision bf61", "bad-option", {"key": "--precision", "value": "bf61"}),
     ("export run --to bundle --formats onxn", "bad-option", {"key": "--formats"}),
-    ("export run", "missing-argument", {}),
+    ("export run", "missing-option", {}),
 ])
 def test_a_wrong_command_line_is_refused_by_a_code_and_the_option(words, code, fields):
     with refused(code, wording=False, **fields):  # argparse's words differ by the version of Python

@@ -66,7 +66,7 @@ def _refuse_combinations(options: argparse.Namespace) -> None:
         raise SbkitError("conflicting-options", "--as rehearses the whole run, so it can't be used with "
                          f"{'--measure' if options.measure else '--no-run'}", hint="leave out one of them", key="--as")
     if options.as_ is None and options.html is not None:
-        raise SbkitError("missing-argument", "--html writes the report of a rehearsal, which only --as makes",
+        raise SbkitError("missing-option", "--html writes the report of a rehearsal, which only --as makes",
                          hint="add --as CARDS, such as --as 8xH100", key="--as")
 
 

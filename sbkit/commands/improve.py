@@ -75,7 +75,7 @@ class _Plan:
             bundle = args.to or run
             run = _run_of(args.run)
         if bundle is None:
-            raise SbkitError("missing-argument", "--to BUNDLE is missing, because RUN is not a bundle",
+            raise SbkitError("missing-option", "--to BUNDLE is missing, because RUN is not a bundle",
                              hint="name the bundle to publish", key="--to")
 
         file = args.corrections / "corrections.jsonl" if args.corrections.is_dir() else args.corrections

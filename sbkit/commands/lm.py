@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     run_folders = [name for name in args.sources if Path(name).is_dir()]
     like = args.like or (run_folders[0] if run_folders else None)
     if args.unit == "piece" and like is None:
-        raise SbkitError("missing-argument", "a language model over pieces needs the tokenizer of a run",
+        raise SbkitError("missing-option", "a language model over pieces needs the tokenizer of a run",
                          hint="name the run: --like RUN", key="--like")
     run = _read_run(like) if like else None
     # Report what is missing before anything takes time.

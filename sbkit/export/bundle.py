@@ -156,7 +156,7 @@ class _BundleWriter:
         """The models for ``--target``."""
         request = self.request
         if request.chunk is not None and request.target is None:
-            raise SbkitError("missing-argument", "--chunk is for --target: a bundle's streaming graph takes all chunk "
+            raise SbkitError("missing-option", "--chunk is for --target: a bundle's streaming graph takes all chunk "
                              "sizes that the model was trained with", hint="leave it out, or add --target sherpa",
                              key="--target")
         if request.target is None:

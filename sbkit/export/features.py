@@ -162,7 +162,7 @@ class Normalization(nn.Module):
                              hint="train with norm_type: sentence or global", key="normalize")
         if not self.sentence:
             if not int(norm.count):
-                raise SbkitError("not-exportable", "normalize: norm_type is 'global', but no statistics were saved",
+                raise SbkitError("no-statistics", "normalize: norm_type is 'global', but no statistics were saved",
                                  hint="add normalize to the checkpointer's recoverables", key="normalize")
             self.register_buffer("mean", norm.glob_mean.detach().clone().float())
             spread = norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)

@@ -109,7 +109,7 @@ def check_onnx_tools() -> None:
         import sbkit.export.onnx_passes  # noqa: F401
     except (ImportError, AttributeError) as error:
         version = version_of("onnxscript")
-        raise SbkitError("unusable-package", f"sbkit can't use this onnxscript ({version}): {summary(error)}",
+        raise SbkitError("wrong-version", f"sbkit can't use this onnxscript ({version}): {summary(error)}",
                          hint="pip install 'sbkit[export]' installs one that it can use", value=version) from error
 
 

@@ -51,7 +51,8 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
         # Without its cause: the hub's response may contain the token, which --debug would show.
         status = error.response.status_code
         if status == 401:
-            raise SbkitError("hub-access-denied", f"the hub doesn't accept your token, so you can't write to {repository}",
+            raise SbkitError("hub-access-denied",
+                             f"the hub doesn't accept your token, so you can't write to {repository}",
                              hint=_LOG_IN) from None
         if status == 403:
             raise SbkitError("hub-access-denied", f"you may not write to {repository} on the hub",

@@ -54,7 +54,7 @@ def test_run_options_that_cannot_be_are_told(capsys):
     ("", "no recipe given"), (f"{SMALL} --no-run --measure", "[conflicting-options]"),
     (f"{SMALL} --price cheap", "'cheap' is not the price"), (f"{SMALL} --price -1", "'-1' is not the price"),
     (f"{SMALL} --price nan", "'nan' is not the price"), (f"{SMALL} --price 1 --no-run", "[conflicting-options]"),
-    (f"{SMALL} --as 8xABC", "known are"), (f"{SMALL} --html page.html", "[missing-argument]"),
+    (f"{SMALL} --as 8xABC", "known are"), (f"{SMALL} --html page.html", "[missing-option]"),
     (f"{SMALL} --as H100 --json --no-run", "[conflicting-options]"),
     (f"{SMALL} --as H100 --html /dev/null/page.html", "cannot write /dev/null/page.html: "),
     (f"{SMALL} --as H100 --html /", "/ is a folder; name a file with --html")])

@@ -26,14 +26,14 @@ LITTLE = ("--no-check --noprogressbar --d_model 16 --nhead 2 --num_encoder_layer
     (["{run}", "--with", "{data}"], "[no-corrections]"),
     (["{run}", "--with", "{data}", "--set", "lr"], "[bad-option]"),
     (["{run}", "--with", "{data}", "--to", "{run}"], "is neither a bundle nor empty"),
-    (["{run}", "--with", "{data}"], "[missing-argument]")])
+    (["{run}", "--with", "{data}"], "[missing-option]")])
 def test_mistakes_are_told_before_anything_is_trained(words, told, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
     (tmp_path / "run" / "bundle").mkdir()
     (tmp_path / "run" / "bundle" / "config.json").write_text("{}")
     given = [word.format(data=tmp_path, run=tmp_path / "run") for word in words]
-    named = [] if "--to" in words or told == "[missing-argument]" else ["--to", str(tmp_path / "bundle")]
+    named = [] if "--to" in words or told == "[missing-option]" else ["--to", str(tmp_path / "bundle")]
     assert main(["improve", *named, *given]) == 2
     assert told in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
 

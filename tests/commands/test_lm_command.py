@@ -95,7 +95,7 @@ def test_a_run_gives_its_transcripts_its_rules_and_its_pieces(home, tmp_path, ca
     (["{home}/folder"], "{home}/folder is not a run: it has no hyperparams.yaml"),
     (["{home}/latin.txt"], "latin.txt is not UTF-8 text"),
     (["{home}/other.csv"], "{home}/other.csv has no column 'wrd'"),
-    (["{home}/text.txt", "--unit", "piece"], "[missing-argument]"),
+    (["{home}/text.txt", "--unit", "piece"], "[missing-option]"),
     (["{home}/text.txt", "--order", "0"], "a language model can't have order 0"),
     (["{home}/text.txt", "--prune", "few"], "[bad-option]"),
     (["{home}/text.txt", "--prune", "0,2,1"], "use counts that don't fall"),

@@ -383,7 +383,7 @@ def test_an_onnxscript_that_cannot_be_used_ends_the_export(tmp_path, monkeypatch
     monkeypatch.delitem(sys.modules, "sbkit.export.onnx_passes", raising=False)
     monkeypatch.delattr(sbkit.export, "onnx_passes", raising=False)
     monkeypatch.delattr(common, "cast_cast_rule")
-    with refused("unusable-package", wording=False):
+    with refused("wrong-version", wording=False):
         faulty(tmp_path / "b")
     assert not [*tmp_path.iterdir()]
 

@@ -70,6 +70,6 @@ def test_an_onnxscript_of_another_interface_is_named_with_what_to_do(monkeypatch
     monkeypatch.delitem(sys.modules, "sbkit.export.onnx_passes", raising=False)
     monkeypatch.delattr(sbkit.export, "onnx_passes", raising=False)
     monkeypatch.delattr(common, "cast_cast_rule")
-    with refused("unusable-package", wording=False, value=metadata.version("onnxscript")) as error:
+    with refused("wrong-version", wording=False, value=metadata.version("onnxscript")) as error:
         graph.check_onnx_tools()
     assert "cast_cast_rule" in error.value.message
