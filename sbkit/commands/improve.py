@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     _train(plan)
     why_not = _judge(plan)
     if why_not:
-        print(f"not published, {plan.bundle} is as it was:", *why_not, sep="\n  ", file=sys.stderr)
+        print(f"not published, so {plan.bundle} is unchanged:", *why_not, sep="\n  ", file=sys.stderr)
         return NOT_BETTER
     _publish(plan)
     return 0
@@ -315,5 +315,5 @@ def _publish(plan: _Plan) -> None:
         return
     export(ExportRequest(plan.new_run, plan.bundle, force=True, keep_previous=True, mark=published), BundleLoader())
     if replaces:
-        print(f"a server of {plan.bundle} takes it by itself, within seconds and without losing a request; back: "
+        print(f"a running server of {plan.bundle} switches to it within seconds, without losing a request; to go back: "
               f"sbkit rollback {shlex.quote(str(plan.bundle))}")

@@ -66,7 +66,7 @@ def add_search(parser: argparse.ArgumentParser) -> None:
 def add_vad(parser: argparse.ArgumentParser) -> None:
     """Add ``--vad``."""
     parser.add_argument("--vad", action="store_true", help="transcribe recordings only where silero-vad detects "
-                        "speech, so that a model can't write words where nobody speaks")
+                        "speech, so that no words are hallucinated on non-speech")
 
 
 def add_average(parser: argparse.ArgumentParser, does: str) -> None:

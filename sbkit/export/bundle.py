@@ -128,7 +128,7 @@ def _warn_of_other_search(search_class: type | None, config: layout.Bundle) -> N
     of_sbkit = [base.__name__ for base in search_class.__mro__
                 if base.__module__.startswith("sbkit.") and not inspect.isabstract(base)]
     logger.warning("sbkit evaluate --beam searches with %s, but the bundle with %s, so their words may differ; to ship "
-                   "your own search, give the bundle a kind of its own", search_class.__name__,
+                   "your own search, define a kind of bundle that has it", search_class.__name__,
                    of_sbkit[0] if of_sbkit else "sbkit's search for its kind")
 
 

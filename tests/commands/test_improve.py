@@ -182,7 +182,7 @@ def test_what_is_not_surely_better_is_not_published(tmp_path):
     done = processes.sbkit(*words[:-1], "opt_class.lr=0", cwd=tmp_path, code=2)
     assert "--set opt_class.lr: it is 0, and has no effect" in done.stderr and "set schedule.peak to 0" in done.stderr
     done = processes.sbkit(*words, cwd=tmp_path, code=1)
-    assert "not published, bundle is as it was:" in done.stderr
+    assert "not published, so bundle is unchanged:" in done.stderr
     assert "the new test is not significantly better" in done.stderr
     assert "old test, WER %" in done.stdout and not (tmp_path / "bundle").exists()
     [work] = tmp_path.glob("run-improved-*")
@@ -213,7 +213,7 @@ def test_corrections_make_a_model_better_and_it_is_published(tmp_path):
                            "--set", "batching.min_steps=300", cwd=tmp_path)
     assert "Significantly better" in done.stdout and "not worse" in done.stdout
     assert "trained" in json.loads((tmp_path / "bundle" / "config.json").read_text())
-    assert "a server of bundle takes it by itself" in done.stdout and "sbkit rollback bundle" in done.stdout
+    assert "a running server of bundle switches to it" in done.stdout and "sbkit rollback bundle" in done.stdout
     assert (tmp_path / "bundle.previous" / "config.json").read_text() == old
     done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "schedule.peak=0.002",
                            "--set", "batching.min_steps=300", cwd=tmp_path)
