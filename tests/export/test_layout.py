@@ -79,7 +79,7 @@ REFUSED = {
         ({"format": "another"}, "not-a-bundle", None), ({"version": 2}, "newer-bundle", "version"),
         {"sample_rate": 0}, {"vocabulary": "5"}, {"subsampling": True}, {"chunk_seconds": -1},
         {"longest_seconds": 19}, {"longest_seconds": "30"}, {"blank_id": 5},
-        ({"colour": "red"}, "newer-bundle", "colour"), ({"hop_samples": ...}, "damaged-bundle", None),
+        ({"colour": "red"}, "newer-bundle", "colour"), {"hop_samples": ...},
         {"streaming": "yes"}, {"models": {"onnx": "../model.onnx"}}, {"files": {"/etc/x": {}}},
         {"models": {"onnx": ".."}}, {"models": {"onnx": ""}}, {"models": {"onnx": "a\0b"}}, {"vocabulary": 10**9},
         {"chunk_seconds": 1e308}, {"chunk_seconds": float("nan")}, {"word_separator": ""}, {"silent_ids": [[]]},
@@ -90,14 +90,14 @@ REFUSED = {
     ],
     codec: [
         {"codec": "0F" * 32}, {"codec": None}, {"books": []}, {"books": [1000, 0]}, {"books": 1000}, {"stride": 0},
-        {"min_frames": 1.5}, {"context": -1}, {"context": True}, ({"context": ...}, "damaged-bundle", None),
+        {"min_frames": 1.5}, {"context": -1}, {"context": True}, {"context": ...},
         {"decoders": {}}, {"decoders": ["decoder.onnx"]}, {"decoders": {"onnx": "../decoder.onnx"}},
         {"min_frames": 10**9}, {"min_samples": 10**7}, {"stride": 10**7}, {"context": 10**9},
     ],
     voice: [
         {"symbols": ["<pad>"]}, {"symbols": "abc"}, {"symbols": ["<pad>", "a", 3]}, {"symbols": ["<pad>", "a", ""]},
         {"symbols": ["<pad>", "a", "b", "a"]}, {"symbols": ["<pad>", "ab"]}, {"symbols": ["<pad>", "\u212b"]},
-        {"speakers": []}, {"speakers": ["a", "a"]}, ({"speakers": ...}, "damaged-bundle", None), {"max_symbols": 0},
+        {"speakers": []}, {"speakers": ["a", "a"]}, {"speakers": ...}, {"max_symbols": 0},
         {"max_symbols": True}, {"frame_seconds": 0}, {"frame_seconds": True}, {"frame_seconds": float("nan")},
         {"frame_seconds": float("inf")}, {"books": [1000, 0]}, {"books": 1000}, {"models": ["model.onnx"]},
         {"models": None}, {"files": ["model.onnx"]}, {"files": {"model.onnx": 3}},
@@ -125,14 +125,14 @@ def test_a_configuration_that_cannot_be_is_refused(tmp_path, make, changes, code
     refuse_changed(tmp_path, make(), changes, code, key)
 
 
-@pytest.mark.parametrize("changes, code, key", map(row, [
+@pytest.mark.parametrize("changes, code, key", [row(changes) for changes in [
     {"chunks": []}, {"chunks": [8, 0]}, {"chunks": 8}, {"left": 0}, {"overlap": -1}, {"before": 1.5}, {"ahead": -1},
     {"ahead": 8}, {"state": {}}, {"state": {"keys": {"type": "object", "shape": [3]}}},
     {"state": {"keys": {"type": "float32", "shape": [3, -1]}}}, {"state": {"keys": [3]}}, {"models": ["stream.onnx"]},
     {"models": {"onnx": "/x/stream.onnx"}}, {"models": {"onnx": 3}}, ({"colour": "red"}, "newer-bundle", "colour"),
-    ({"after": ...}, "damaged-bundle", None), {"before": 2**31}, {"before": 10**6}, {"after": 401},
+    {"after": ...}, {"before": 2**31}, {"before": 10**6}, {"after": 401},
     {"chunks": [8, 2000]}, {"state": {"keys": {"type": "float32", "shape": [2**13, 2**14]}}},
-]))
+]])
 def test_streams_that_nothing_can_run_or_that_would_fill_the_memory_are_refused(tmp_path, changes, code, key):
     values = {name: value for name, value in (STREAMING | changes).items() if value is not ...}
     refuse_changed(tmp_path, config(), {"streaming": values}, code, key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,10 +34,12 @@ def parse(kind: type[T], values: object, path: Path, part: str = "") -> T:
     if unknown:
         raise SbkitError("newer-bundle", f"{where} has unknown keys: {shown_names(unknown)}",
                          hint="was it written by a newer sbkit?", file=path, key=shown_names(unknown[:1]))
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise SbkitError("damaged-bundle", f"{where} lacks keys: {error}", hint=_AGAIN, file=path) from None
+    missing = [declared.name for declared in fields(kind) if declared.name not in values
+               and declared.default is MISSING and declared.default_factory is MISSING]
+    if missing:
+        raise SbkitError("damaged-bundle", f"{where} lacks keys: {', '.join(missing)}", hint=_AGAIN, file=path,
+                         key=missing[0])
+    return kind(**values)
 
 
 def check_fields(path: Path, values: DataclassInstance, part: str = "") -> None:
