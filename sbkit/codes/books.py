@@ -48,16 +48,19 @@ class Books:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.sizes) <= MAX_BOOKS or not all(_whole(size, MAX_ENTRIES) for size in self.sizes):
-            raise SbkitError(f"the sizes of codebooks must be 1 to {MAX_BOOKS} whole numbers of 1 to {MAX_ENTRIES}, "
-                             f"not {shown(self.sizes)}")
+            raise SbkitError("bad-value", f"the sizes of codebooks must be 1 to {MAX_BOOKS} whole numbers of 1 to "
+                             f"{MAX_ENTRIES}, not {shown(self.sizes)}", key="sizes", value=self.sizes)
         object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
         rate = self.frame_rate
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate <= MAX_RATE:
-            raise SbkitError(f"frame_rate must be a number above 0 and at most {MAX_RATE}, not {shown(rate)}")
+            raise SbkitError("bad-value", f"frame_rate must be a number above 0 and at most {MAX_RATE}, not "
+                             f"{shown(rate)}", key="frame_rate", value=rate)
         if not _whole(self.sample_rate, 1 << 31):
-            raise SbkitError(f"sample_rate must be a whole number above 0, not {shown(self.sample_rate)}")
+            raise SbkitError("bad-value", f"sample_rate must be a whole number above 0, not {shown(self.sample_rate)}",
+                             key="sample_rate", value=self.sample_rate)
         if not isinstance(self.codec, str) or not re.fullmatch(r"[0-9a-f]{64}", self.codec):
-            raise SbkitError(f"codec must be a sha256 in hexadecimal, not {shown(self.codec)}")
+            raise SbkitError("bad-value", f"codec must be a sha256 in hexadecimal, not {shown(self.codec)}",
+                             key="codec", value=self.codec)
 
     @property
     def bit_rate(self) -> float:
@@ -80,12 +83,13 @@ class Books:
         try:
             ids = _as_array(codes)
         except (TypeError, ValueError) as error:
-            raise SbkitError(f"{where}: codes must be an array of whole numbers: {first_line(error)}") from error
+            raise SbkitError("bad-codes", f"{where}: codes must be an array of whole numbers: "
+                             f"{first_line(error)}") from error
         if ids.ndim not in (2, 3) or ids.shape[-1] != len(self.sizes):
-            raise SbkitError(f"{where}: codes must be [frames, {len(self.sizes)}], one per codebook, not "
+            raise SbkitError("bad-codes", f"{where}: codes must be [frames, {len(self.sizes)}], one per codebook, not "
                              f"{list(ids.shape)}")
         if ids.dtype.kind not in "iu" and not _are_whole(ids):
-            raise SbkitError(f"{where}: codes must be whole numbers, not {ids.dtype}")
+            raise SbkitError("bad-codes", f"{where}: codes must be whole numbers, not {ids.dtype}")
         wrong = (ids < 0) | (ids >= np.array(self.sizes))
         if wrong.any():
             raise self._error(ids, wrong, where)
@@ -112,8 +116,8 @@ class Books:
             if actual != expected:
                 differences.append(f"{field.name} {_shortened(actual)} instead of {_shortened(expected)}")
         if differences:
-            raise SbkitError(f"{where} has codes of another codec: {', '.join(differences)}",
-                             hint="create them again with this codec, or use the codec that created them")
+            raise SbkitError("other-codec", f"{where} has codes of another codec: {', '.join(differences)}",
+                             hint="create them again with this codec, or use the codec that created them", file=where)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the codebooks as JSON data."""
@@ -124,11 +128,13 @@ class Books:
         """Read codebooks from JSON data; raises if it is invalid."""
         names = [field.name for field in fields(cls)]
         if not isinstance(values, Mapping) or sorted(values) != sorted(names) or not isinstance(values["sizes"], list):
-            raise SbkitError(f"{where} does not describe codebooks: it must have {', '.join(names)}")
+            raise SbkitError("damaged-codes", f"{where} does not describe codebooks: it must have {', '.join(names)}",
+                             file=where)
         try:
             return cls(**{**values, "sizes": tuple(values["sizes"])})
         except SbkitError as error:
-            raise SbkitError(f"{where}: {error.message}") from error
+            raise SbkitError("damaged-codes", f"{where}: {error.message}", file=where, key=error.key,
+                             value=error.value) from error
 
 
 def _whole(value: object, maximum: int) -> bool:

@@ -90,7 +90,7 @@ class Shard:
         try:
             size = self.path.stat().st_size
         except OSError:
-            raise SbkitError(f"{self.path} is missing", hint=_REPAIR) from None
+            raise SbkitError("damaged-codes", f"{self.path} is missing", hint=_REPAIR, file=self.path) from None
         if size != self.bytes or disk.sha256(self.path) != self.sha256:
             raise self._damaged(f"it is not the file that {MANIFEST} describes")
         try:
@@ -126,7 +126,7 @@ class Shard:
         return ends
 
     def _damaged(self, what: str) -> SbkitError:
-        return SbkitError(f"{self.path} is damaged: {what}", hint=_REPAIR)
+        return SbkitError("damaged-codes", f"{self.path} is damaged: {what}", hint=_REPAIR, file=self.path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return its description for the manifest."""
@@ -180,20 +180,22 @@ class Codes:
             raise SbkitError(f"{self.folder} {problem}", hint="sbkit tokenize creates one") from None
         except (OSError, ValueError) as error:
             cause = getattr(error, "strerror", None) or first_line(error)
-            raise SbkitError(f"{path} cannot be read: {cause}") from error
+            raise SbkitError("damaged-codes", f"{path} cannot be read: {cause}", file=path) from error
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise SbkitError(f"{path} does not describe codes")
+            raise SbkitError("not-codes", f"{path} does not describe codes", file=path)
         if values.get("version") != VERSION:
-            raise SbkitError(f"{path} has version {shown(values.get('version'))}, but this sbkit reads version "
-                             f"{VERSION}", hint="install a newer sbkit")
+            raise SbkitError("newer-version", f"{path} has version {shown(values.get('version'))}, but this sbkit "
+                             f"reads version {VERSION}", hint="install a newer sbkit", file=path,
+                             value=values.get("version"))
         self.books = Books.from_dict(values.get("books"), f"{path}: books")
         shards = values.get("shards")
         self.made_from = values.get("made_from")
         if not isinstance(shards, list) or not shards or not all(shard in _SHARD for shard in shards):
-            raise SbkitError(f"{path}: shards must be a list that gives each file's name, utterances, frames, size and "
-                             "sha256", hint=_REPAIR)
+            raise SbkitError("damaged-codes", f"{path}: shards must be a list that gives each file's name, utterances, "
+                             "frames, size and sha256", hint=_REPAIR, file=path, key="shards")
         if not isinstance(self.made_from, str | None):
-            raise SbkitError(f"{path}: made_from must be a text", hint=_REPAIR)
+            raise SbkitError("damaged-codes", f"{path}: made_from must be a text", hint=_REPAIR, file=path,
+                             key="made_from")
         if books is not None:
             books.require(self.books, str(path))
         self._shards = [Shard(self.folder / shard.pop("file"), **shard) for shard in shards]
@@ -256,13 +258,13 @@ class CodesWriter:
         or not valid Unicode. Earlier utterances are kept, and others can be added.
         """
         if not id:
-            raise SbkitError("an utterance has no id")
+            raise SbkitError("bad-codes", "an utterance has no id")
         if id in self._ids:
-            raise SbkitError(f"two utterances have the id {id!r}")
+            raise SbkitError("repeated-id", f"two utterances have the id {id!r}", value=id)
         codes_TQ = self._books.check(codes, id)
         if codes_TQ.ndim != 2 or not len(codes_TQ):
-            raise SbkitError(f"{id}: the codes of an utterance must be [frames, levels] with at least one frame, not "
-                             f"{list(codes_TQ.shape)}")
+            raise SbkitError("bad-codes", f"{id}: the codes of an utterance must be [frames, levels] with at least one "
+                             f"frame, not {list(codes_TQ.shape)}", value=id)
         if len(codes_TQ) > MAX_FRAMES:
             raise UnstorableUtterance(id, f"it has {len(codes_TQ):,} frames, but at most {MAX_FRAMES:,} are allowed")
         facts = {"id": id}
@@ -289,7 +291,7 @@ class CodesWriter:
         if self._codes:
             self._write()
         if not self._shards:
-            raise SbkitError("there are no codes to write: no utterance was added")
+            raise SbkitError("no-utterances", "there are no codes to write: no utterance was added", file=self.folder)
         manifest = {"format": FORMAT, "version": VERSION, "books": self._books.to_dict(), "shards": self._shards}
         if self._made_from is not None:
             manifest["made_from"] = self._made_from
@@ -336,5 +338,6 @@ def check_place(folder: str | Path, force: bool) -> None:
     """Raise if a folder exists and must not be replaced, or if it isn't a folder of codes."""
     to = Path(folder).resolve()
     if to.exists() and not force:
-        raise SbkitError(f"{folder} already exists", hint="choose another folder, or replace it with --force")
+        raise SbkitError("output-exists", f"{folder} already exists",
+                         hint="choose another folder, or replace it with --force", file=folder)
     FOLDER.check_replaceable(to)

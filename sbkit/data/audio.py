@@ -143,16 +143,16 @@ def check_values(name: str, signal: np.ndarray) -> None:
     limit of training, export, transcription and serving."""
     loudest = max(signal.max(), -signal.min()) if len(signal) else 0.0  # NaN stays NaN
     if not np.isfinite(loudest):
-        raise AudioError(name, "holds values that are not finite (NaN or infinite)")
+        raise AudioError("bad-samples", name, "holds values that are not finite (NaN or infinite)")
     if loudest > LOUDEST:
-        raise AudioError(name, f"has samples as large as {loudest:g}; full scale is 1")
+        raise AudioError("bad-samples", name, f"has samples as large as {loudest:g}; full scale is 1")
 
 
 def check_whole(wav: str, duration: float, seconds: float) -> None:
     """Raise ``AudioError`` if a row of ``duration`` has only ``seconds`` of audio because it was cut off."""
     missing = duration - seconds
     if missing > MISSING_SECONDS and missing > MISSING_SHARE * duration:
-        raise AudioError(wav, f"{missing:.2f} of its {duration:.2f} s are missing")
+        raise AudioError("damaged-audio", wav, f"{missing:.2f} of its {duration:.2f} s are missing")
 
 
 def length_tolerance(duration: Duration) -> Duration:
@@ -215,7 +215,7 @@ def read_bytes(wav: str | os.PathLike[str], remote: Remote = NO_REMOTE) -> bytes
     except OSError as error:
         raise AudioError(os.fspath(wav), _os_cause(error)) from None
     if size is not None and len(data) != size:
-        raise AudioError(os.fspath(wav), f"the shard ends {size - len(data)} bytes too early")
+        raise AudioError("damaged-audio", os.fspath(wav), f"the shard ends {size - len(data)} bytes too early")
     return data
 
 
@@ -244,7 +244,7 @@ class OpenRecording(NamedTuple):
         if mismatch is None:
             return None
         if mismatch.damaged:
-            raise AudioError(self.name, mismatch.description)
+            raise AudioError("damaged-audio", self.name, mismatch.description)
         return mismatch.description
 
     def blocks(self, start: float, duration: float | None, slack: float = 0.0, whole: bool = True,
@@ -259,22 +259,23 @@ class OpenRecording(NamedTuple):
         rate = self.file.samplerate
         first = round(start * rate)
         if first >= file.frames:
-            raise AudioError(name, f"is {file.frames / rate:.2f} s long, so it has no audio from {start:.2f} s on")
+            raise AudioError("segment-outside-audio", name, f"is {file.frames / rate:.2f} s long, so it has no audio "
+                             f"from {start:.2f} s on")
         wanted = file.frames - first
         if duration is not None and wanted > (duration + slack) * rate:
             wanted = round(duration * rate)
         at = min(first, self.exact)
         if block_seconds is None and first - at + wanted > MAX_SECONDS * rate:
-            raise AudioError(name, f"{(first - at + wanted) / rate / 3600:.1f} hours at once; the limit is "
-                                   f"{MAX_SECONDS / 3600:.0f} (read parts of it with start and duration)")
+            raise AudioError("clip-too-long", name, f"{(first - at + wanted) / rate / 3600:.1f} hours at once; the "
+                             f"limit is {MAX_SECONDS / 3600:.0f} (read parts of it with start and duration)")
         if at:
             file.seek(at)
         file.seekable = lambda: False  # otherwise soundfile seeks after each read, which is slow, and inexact for MP3
         size = wanted if block_seconds is None else round(block_seconds * rate)
         at += sum(map(len, self._read(first - at, size)))  # where seeking isn't exact, decode what comes before, too
         if at < first:
-            raise AudioError(name, f"cut off: it ends after {at / rate:.2f} of {file.frames / rate:.2f} s, before the "
-                                   f"part from {start:.2f} s on")
+            raise AudioError("damaged-audio", name, f"cut off: it ends after {at / rate:.2f} of "
+                             f"{file.frames / rate:.2f} s, before the part from {start:.2f} s on")
         read = 0
         for block in self._read(wanted, size, dtype) if whole else self._readable(wanted, size):
             read += len(block)
@@ -287,9 +288,9 @@ class OpenRecording(NamedTuple):
             yield mono
         lost = (wanted - read) / rate
         if read < min(wanted, 1) or (whole and lost > max(TRUNCATED_SECONDS, TRUNCATED_SHARE * wanted / rate)):
-            raise AudioError(name, f"cut off: {read / rate:.2f} of {wanted / rate:.2f} s can be read")
+            raise AudioError("damaged-audio", name, f"cut off: {read / rate:.2f} of {wanted / rate:.2f} s can be read")
         if not read:
-            raise AudioError(name, "holds no audio")
+            raise AudioError("empty-audio", name, "holds no audio")
 
     def _readable(self, frames: int, size: int) -> Iterator[np.ndarray]:
         """Read as ``_read`` does, up to what can't be decoded: in small pieces, as the one that fails is lost."""
@@ -313,8 +314,8 @@ class OpenRecording(NamedTuple):
             except soundfile.LibsndfileError as error:
                 if not read:
                     raise
-                raise AudioError(self.name, f"damaged or cut off after {read / rate:.2f} of {frames / rate:.2f} s: "
-                                            f"{error.error_string}") from None
+                raise AudioError("damaged-audio", self.name, f"damaged or cut off after {read / rate:.2f} of "
+                                 f"{frames / rate:.2f} s: {error.error_string}") from None
             if not len(block):
                 return
             yield block
@@ -355,11 +356,11 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             file.close()
             file = _decoder(whole)
         if not MIN_RATE <= file.samplerate <= MAX_RATE:
-            raise AudioError(name, f"has a header with a sample rate of {file.samplerate} Hz")
+            raise AudioError("damaged-audio", name, f"has a header with a sample rate of {file.samplerate} Hz")
         if file.frames <= 0:
-            raise AudioError(name, "holds no audio")
+            raise AudioError("empty-audio", name, "holds no audio")
         if file.frames > NO_LENGTH:
-            raise AudioError(name, "does not say in its header how long it is")
+            raise AudioError("damaged-audio", name, "does not say in its header how long it is")
         if isinstance(file, container.ContainerFile):
             declared = file.declared
             actual = file.frames
@@ -378,7 +379,7 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
                 reason = "damaged"
             cause = f"cannot be decoded: {reason}"
             if getattr(error, "code", None) == _UNKNOWN_FORMAT:
-                raise UnknownFormat(name, cause) from None
+                raise UnknownFormat("unknown-audio-format", name, cause) from None
         raise AudioError(name, cause) from None
     except OSError as error:
         raise AudioError(name, _os_cause(error)) from None

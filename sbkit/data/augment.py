@@ -65,12 +65,13 @@ class Augment:
         all_stages: Sequence[Any] = stages  # callables, some with further attributes
         for stage in all_stages:
             if type(stage).__module__.partition(".")[0] in ("speechbrain", "torchaudio"):
-                raise SbkitError(f"augment: {type(stage).__name__} computes batches of tensors, and a stage gets an "
-                                 "array and a random generator",
-                                 hint="take one of sbkit.data.augment, such as SpeedPerturb")
+                raise SbkitError("bad-value", f"augment: {type(stage).__name__} computes batches of tensors, and a "
+                                 "stage gets an array and a random generator",
+                                 hint="take one of sbkit.data.augment, such as SpeedPerturb", key="augment")
         speeds = [stage for stage in all_stages if isinstance(stage, SpeedPerturb)]
         if len(speeds) > 1 or (speeds and all_stages[0] is not speeds[0]):
-            raise SbkitError("augment: SpeedPerturb may appear only once, as the first stage")
+            raise SbkitError("bad-value", "augment: SpeedPerturb may appear only once, as the first stage",
+                             key="augment")
         self._speed = speeds[0] if speeds else None
         self.stages = [stage for stage in all_stages if not isinstance(stage, SpeedPerturb)]
         self._longest = min((stage.seconds for stage in self.stages if isinstance(stage, Crop)), default=None)
@@ -82,8 +83,9 @@ class Augment:
             if rate is None:
                 stage.sample_rate = sample_rate
             elif rate != sample_rate:
-                raise SbkitError(f"augment: {type(stage).__name__} has sample_rate {rate}, but the recordings are "
-                                 f"read at {sample_rate} Hz", hint="leave out its sample_rate")
+                raise SbkitError("conflicting-options", f"augment: {type(stage).__name__} has sample_rate {rate}, but "
+                                 f"the recordings are read at {sample_rate} Hz", hint="leave out its sample_rate",
+                                 key="augment")
 
     @property
     def stretch(self) -> float:
@@ -124,8 +126,9 @@ class Augment:
                 others = [stage(other, copy.deepcopy(rng)) for other in others]
             first = stage(first, rng)
             if any(len(other) != len(first) for other in others):
-                raise SbkitError(f"augment: {type(stage).__name__} changes the length of a recording but not that of "
-                                 "its aligned signals", hint="give it the attribute aligned = True")
+                raise SbkitError("unaligned-stage", f"augment: {type(stage).__name__} changes the length of a "
+                                 "recording but not that of its aligned signals",
+                                 hint="give it the attribute aligned = True")
         return [first, *others]
 
 
@@ -145,8 +148,9 @@ class SpeedPerturb:
     def __init__(self, speeds: Sequence[float] = (0.9, 1.0, 1.1), prob: float = 1.0):
         if not isinstance(speeds, Sequence) or not speeds or not all(
                 isinstance(speed, Real) and 0.5 <= speed <= 2 for speed in speeds):
-            raise SbkitError(f"SpeedPerturb: speeds are {speeds!r}",
-                             hint="expected a list of factors from 0.5 to 2, such as 0.9")
+            raise SbkitError("bad-value", f"SpeedPerturb: speeds are {speeds!r}",
+                             hint="expected a list of factors from 0.5 to 2, such as 0.9", key="SpeedPerturb.speeds",
+                             value=speeds)
         self.speeds = [float(speed) for speed in speeds]
         self.prob = check_probability(prob, "SpeedPerturb")
 
@@ -280,7 +284,8 @@ class ApplyCodec(RandomStage):
     def __init__(self, codecs: Sequence[str] = tuple(_CODECS), prob: float = 0.5, sample_rate: int | None = None):
         wrong = [name for name in codecs if name not in _CODECS] if isinstance(codecs, (list, tuple)) else [codecs]
         if wrong or not codecs:
-            raise SbkitError(f"ApplyCodec: codecs are {codecs!r}", hint=f"a list of any of {', '.join(_CODECS)}")
+            raise SbkitError("bad-value", f"ApplyCodec: codecs are {codecs!r}",
+                             hint=f"a list of any of {', '.join(_CODECS)}", key="ApplyCodec.codecs", value=codecs)
         super().__init__(prob, sample_rate)
         self.codecs = list(codecs)
 
@@ -309,7 +314,9 @@ class BandPass(RandomStage):
         for name, limits, least in (("low_hz", low_hz, 0), ("high_hz", high_hz, 1)):
             if not (isinstance(limits, (list, tuple)) and len(limits) == 2 and all(
                     isinstance(limit, Real) for limit in limits) and least <= limits[0] <= limits[1]):
-                raise SbkitError(f"BandPass: {name} is {limits!r}", hint="expected two frequencies, such as [100, 400]")
+                raise SbkitError("bad-value", f"BandPass: {name} is {limits!r}",
+                                 hint="expected two frequencies, such as [100, 400]", key=f"BandPass.{name}",
+                                 value=limits)
         super().__init__(prob, sample_rate)
         self.low_hz = low_hz
         self.high_hz = high_hz
@@ -349,7 +356,7 @@ def _response(path: str, sample_rate: int) -> np.ndarray:
     response = read_audio(path, sample_rate=sample_rate)
     peak = int(np.argmax(np.abs(response)))
     if not response[peak]:
-        raise AudioError(path, "is silent")
+        raise AudioError("silent-audio", path, "is silent")
     return response[peak:]
 
 
@@ -366,13 +373,13 @@ class AudioFiles:
         """The sorted paths of the files; an error if there are none."""
         if self._paths is None:
             if not os.path.isdir(self.folder):
-                raise SbkitError(f"{self.owner}: {self.folder} is not a folder", hint="copy its recordings there, or "
-                                 "name their folder")
+                raise SbkitError("no-such-path", f"{self.owner}: {self.folder} is not a folder",
+                                 hint="copy its recordings there, or name their folder", file=self.folder)
             below = Path(self.folder).rglob("*")
             self._paths = sorted(str(path) for path in below if path.suffix.lower() in SUFFIXES)
             if not self._paths:
-                raise SbkitError(f"{self.owner}: no audio files in {self.folder}",
-                                 hint=f"looked for {', '.join(SUFFIXES)}")
+                raise SbkitError("no-audio-files", f"{self.owner}: no audio files in {self.folder}",
+                                 hint=f"looked for {', '.join(SUFFIXES)}", file=self.folder)
         return self._paths
 
     def draw(self, rng: np.random.Generator, read: Callable[[str], np.ndarray]) -> np.ndarray:
@@ -387,8 +394,8 @@ class AudioFiles:
                     logger.warning("%s: skipped: %s", self.owner, error)
                 self._skipped.add(path)
                 last = error
-        raise SbkitError(f"{self.owner}: {_TRIES} files in a row cannot be used, the last: {last}",
-                         hint=f"check the files in {self.folder}")
+        raise SbkitError("too-much-damaged-audio", f"{self.owner}: {_TRIES} files in a row cannot be used, the last: "
+                         f"{last}", hint=f"check the files in {self.folder}", file=self.folder)
 
 
 def recorded_noise(path: str, size: int, rate: int, rng: np.random.Generator) -> np.ndarray:
@@ -420,12 +427,14 @@ def check_range(owner: str, **limits: float) -> None:
         require(f"{owner}: {name}", value, Number())
     (low, least), (high, most) = limits.items()
     if least > most:
-        raise SbkitError(f"{owner}: {low} ({least}) is above {high} ({most})")
+        raise SbkitError("bad-value", f"{owner}: {low} ({least}) is above {high} ({most})", key=f"{owner}.{low}",
+                         value=least)
 
 
 def check_probability(prob: float, owner: str) -> float:
     """Return a probability; an error if it isn't one."""
     require(f"{owner}: prob", prob, Number())
     if not 0 <= prob <= 1:
-        raise SbkitError(f"{owner}: prob is {prob}", hint="a probability from 0 to 1")
+        raise SbkitError("bad-value", f"{owner}: prob is {prob}", hint="a probability from 0 to 1", key=f"{owner}.prob",
+                         value=prob)
     return float(prob)

@@ -153,7 +153,8 @@ class BatchColumns:
         if listed is None:  # the corpus isn't prepared yet
             return []
         if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
-            raise SbkitError(f"{key} is {shown(listed)}", hint=f"expected the list of all values of the column {name}")
+            raise SbkitError("bad-value", f"{key} is {shown(listed)}",
+                             hint=f"expected the list of all values of the column {name}", key=key, value=listed)
         return [str(value) for value in listed]
 
     def list_classes(self, train: Manifest) -> dict[str, list[str]]:
@@ -170,9 +171,9 @@ class BatchColumns:
             is_listed = column.is_in(values)
             if not is_listed.all():
                 row = int(np.flatnonzero(~is_listed)[0])
-                raise SbkitError(
-                    f"{self._key(name)} doesn't list {shown(column[row])}, the {name} of {train.ids[row]} and of "
-                    f"{int((~is_listed).sum()) - 1:,} more rows of the training set", hint="list all of them")
+                raise SbkitError("unlisted-label", f"{self._key(name)} doesn't list {shown(column[row])}, the {name} "
+                                 f"of {train.ids[row]} and of {int((~is_listed).sum()) - 1:,} more rows of the "
+                                 "training set", hint="list all of them", key=self._key(name), value=column[row])
 
     def longest(self, manifest: Manifest, durations: np.ndarray) -> np.ndarray:
         """The longest signal of each row, in seconds, where ``durations`` are those of the rows' recordings."""

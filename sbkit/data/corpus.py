@@ -101,11 +101,13 @@ class Corpus:
                  cache_folder: str | Path | None = None, workers: int | None = None,
                  demo_hours: float = 1.0, demo_seed: int = 1234, demo_voices: Sequence[str] = ()):
         if not isinstance(source, (str, Path, Mapping, Source, type(None))):
-            raise SbkitError(f"corpus: source is {source!r}",
-                             hint="expected a path, a hub address, {train: FILE, dev: FILE, test: FILE}, or a Source")
+            raise SbkitError("bad-value", f"corpus: source is {source!r}",
+                             hint="expected a path, a hub address, {train: FILE, dev: FILE, test: FILE}, or a Source",
+                             key="corpus.source", value=source)
         for name, value in (("splits", splits), ("columns", columns), ("text", text)):
             if not isinstance(value, (Mapping, TextRules, type(None))):
-                raise SbkitError(f"corpus: {name} is {value!r}", hint="expected {name: value, ...}")
+                raise SbkitError("bad-value", f"corpus: {name} is {value!r}", hint="expected {name: value, ...}",
+                                 key=f"corpus.{name}", value=value)
         self.source = source or None
         self.language = language or None
         self.folder = Path(folder)
@@ -141,7 +143,8 @@ class Corpus:
     def _check(self) -> None:
         for voice in self.demo_voices:
             if not re.fullmatch(r"[\w+-]+", voice):
-                raise SbkitError(f"corpus: demo_voices: {voice!r} is not a voice of espeak-ng", hint="such as en-us+f2")
+                raise SbkitError("unknown-voice", f"corpus: demo_voices: {voice!r} is not a voice of espeak-ng",
+                                 hint="such as en-us+f2", key="corpus.demo_voices", value=voice)
         for name in ("min_duration", "max_duration"):
             require(f"corpus: {name}", getattr(self, name), Nullable(NOT_NEGATIVE))
         require("corpus: short_text", self.short_text, COUNT)
@@ -151,9 +154,11 @@ class Corpus:
         for option in ("splits", "limit_splits", "skip_short_texts", "only"):
             check_splits(option, getattr(self, option))
         if not self.only:
-            raise SbkitError("corpus: only names no split", hint=f"splits are {', '.join(SPLITS)}")
+            raise SbkitError("bad-value", "corpus: only names no split", hint=f"splits are {', '.join(SPLITS)}",
+                             key="corpus.only")
         if self.check_audio not in ("sample", "all", "decode"):
-            raise SbkitError(f"corpus: check_audio is {self.check_audio!r}", hint="use sample, all or decode")
+            raise SbkitError("bad-value", f"corpus: check_audio is {self.check_audio!r}",
+                             hint="use sample, all or decode", key="corpus.check_audio", value=self.check_audio)
 
     def __repr__(self) -> str:
         return f"Corpus({self.source or 'demo'!r}, language={self.language!r}, folder={str(self.folder)!r})"
@@ -217,7 +222,8 @@ class Corpus:
                 with disk.disk_errors_as_user_error(self.folder):
                     return self._prepare(source, fingerprint, show_progress, needed, excluded)
             except OSError as error:  # such as a folder without write permission
-                raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
+                raise SbkitError("cannot-write", f"{error.filename or self.folder}: {error.strerror or error}",
+                                 file=error.filename or self.folder) from error
 
     def protect(self, run: str | Path) -> None:
         """Let :meth:`prepare` refuse to replace manifests by others, because the run in this folder was trained on
@@ -226,8 +232,9 @@ class Corpus:
 
     def _check_unprotected(self) -> None:
         if self._trained_run is not None and self.report_path.is_file():
-            raise SbkitError(f"{self.folder} has the manifests that the run in {self._trained_run} was trained on, and "
-                             "this corpus or its options are others", hint="choose another --output_folder")
+            raise SbkitError("corpus-changed", f"{self.folder} has the manifests that the run in {self._trained_run} "
+                             "was trained on, and this corpus or its options are others",
+                             hint="choose another --output_folder", file=self.folder)
 
     def load(self) -> dict[str, Manifest]:
         """Read the manifests that :meth:`prepare` wrote, by split."""
@@ -235,11 +242,11 @@ class Corpus:
             self.report = json.loads(self.report_path.read_text(encoding="utf-8"))
             names = list(self.report["splits"])
         except FileNotFoundError:
-            raise SbkitError(f"{self.folder} has no prepared corpus",
-                             hint="prepare it first (sbkit prepare)") from None
+            raise SbkitError("not-prepared", f"{self.folder} has no prepared corpus",
+                             hint="prepare it first (sbkit prepare)", file=self.folder) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SbkitError(f"{self.report_path} is damaged ({error})",
-                             hint="remove it and prepare the corpus again") from None
+            raise SbkitError("damaged-preparation", f"{self.report_path} is damaged ({error})",
+                             hint="remove it and prepare the corpus again", file=self.report_path) from None
         return {split: self.manifest(split) for split in names}
 
     def only_split(self, name: str, folder: str | Path) -> Corpus:
@@ -347,8 +354,8 @@ class Corpus:
         """Store what the task needs: whether texts, and which of its columns the source must have."""
         for role in self.columns:
             if role not in ALIASES and role not in columns:
-                raise SbkitError(f"corpus: columns names the unknown role {role!r}",
-                                 hint=f"roles are {', '.join([*ALIASES, *columns])}")
+                raise SbkitError("unknown-key", f"corpus: columns names the unknown role {role!r}",
+                                 hint=f"roles are {', '.join([*ALIASES, *columns])}", key="corpus.columns", value=role)
         self._needs_text = needs_text
         self._declared = {name: column for name, column in columns.items()
                           if name in self.columns or not defaults_to_recording(column)}
@@ -470,15 +477,15 @@ class Corpus:
             return chosen, False
         not_in_only = [split for split in missing if split not in self.only]
         if not_in_only:
-            raise SbkitError(f"corpus: only leaves out {' and '.join(not_in_only)}",
-                             hint=f"add {not_in_only[0]}, or delete only")
+            raise SbkitError("missing-split", f"corpus: only leaves out {' and '.join(not_in_only)}",
+                             hint=f"add {not_in_only[0]}, or delete only", key="corpus.only", value=not_in_only[0])
         is_one_list = len(source.names()) == 1 and list(chosen) == ["train"]
         divides = is_one_list and set(self.only) == set(SPLITS)
         if not divides:
-            raise SbkitError(f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
-                             f"{', '.join(source.names())})",
+            raise SbkitError("missing-split", f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split "
+                             f"(its splits: {', '.join(source.names())})",
                              hint=f"choose one: --corpus.splits '{{{missing[0]}: NAME}}', or move some rows of train "
-                                  "into one")
+                                  "into one", key="corpus.splits", value=missing[0])
         return chosen, divides
 
     def _prepare(self, source: Source, fingerprint: str, show_progress: bool, needed: Sequence[str],
@@ -581,8 +588,8 @@ class Corpus:
         if not self.report_path.exists():
             exclusions.write(self.folder, _left_out_tables(reports))
             advice.append(f"{self.folder / exclusions.NAME} lists all")
-        return SbkitError(f"{report.origin}: all {report.rows} rows of the {split} split were left out: {reasons}",
-                          hint="; ".join(advice))
+        return SbkitError("all-rows-left-out", f"{report.origin}: all {report.rows} rows of the {split} split were "
+                          f"left out: {reasons}", hint="; ".join(advice), file=report.origin)
 
     def _write(self, manifests: Mapping[str, Manifest], reports: Mapping[str, SplitReport],
                report: dict[str, Any]) -> None:
@@ -620,7 +627,8 @@ class Corpus:
     def _read(source: Source, split: str, names: Sequence[str], show: bool) -> Rows:
         rows = join_rows([source.read(name, show) for name in names])
         if not len(rows) and not rows.malformed:
-            raise SbkitError(f"{rows.origin}: the {split} split is empty", hint="expected at least one row")
+            raise SbkitError("no-utterances", f"{rows.origin}: the {split} split is empty",
+                             hint="expected at least one row", file=rows.origin)
         return rows
 
 

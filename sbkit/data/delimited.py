@@ -52,10 +52,8 @@ class Delimited:
         column = self.find(*names)
         if column is None:
             wanted = " or ".join(repr(name) for name in names)
-            raise SbkitError(
-                f"{self.path} has no column {wanted} (its columns: {shown_names(self.header or self.columns)})",
-                hint=hint,
-            )
+            raise SbkitError("missing-column", f"{self.path} has no column {wanted} (its columns: "
+                             f"{shown_names(self.header or self.columns)})", hint=hint, file=self.path, key=names[0])
         return column
 
 
@@ -111,11 +109,12 @@ def _plain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise SbkitError(f"{path}, line 1: not UTF-8 ({error.reason})", hint="save it as UTF-8") from None
+        raise SbkitError("not-utf8", f"{path}, line 1: not UTF-8 ({error.reason})", hint="save it as UTF-8", file=path,
+                         line=1) from None
     except FileNotFoundError:
-        raise SbkitError(f"{path}: no such file") from None
+        raise SbkitError("no-such-path", f"{path}: no such file", file=path) from None
     except OSError as error:
-        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise SbkitError("cannot-read", f"{path}: cannot be read ({error.strerror or error})", file=path) from None
 
 
 def _first_line(path: Path) -> tuple[int, str, str]:
@@ -126,12 +125,13 @@ def _first_line(path: Path) -> tuple[int, str, str]:
             line = raw.decode("utf-8-sig").strip("\r\n")
             if line.strip():
                 if len(raw) == _MAX_HEADER_BYTES:
-                    raise SbkitError(f"{path}, line {number}: the header is too long", hint="is it a CSV or TSV file?")
+                    raise SbkitError("malformed-list", f"{path}, line {number}: the header is too long",
+                                     hint="is it a CSV or TSV file?", file=path, line=number)
                 if said is None and (said := _SAID.fullmatch(line)):
                     continue
                 unquoted = re.sub('"[^"]*"', "", line)
                 return number, line, said[1] if said else ";" if unquoted.count(";") > unquoted.count(",") else ","
-    raise SbkitError(f"{path} is empty", hint="expected a header line with column names")
+    raise SbkitError("no-utterances", f"{path} is empty", hint="expected a header line with column names", file=path)
 
 
 def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:
@@ -139,15 +139,17 @@ def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:
         try:
             names = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True))
         except csv.Error as error:
-            raise SbkitError(f"{path}, line 1: not a header: {error}", hint="is it a CSV or TSV file?") from None
+            raise SbkitError("malformed-list", f"{path}, line 1: not a header: {error}",
+                             hint="is it a CSV or TSV file?", file=path, line=1) from None
     else:
         names = line.split(delimiter)
     names = [name.strip() for name in names]
     if len(names) > _MAX_COLUMNS:
-        raise SbkitError(f"{path}, line 1: {len(names):,} columns, but at most {_MAX_COLUMNS:,} are allowed",
-                         hint="is it a CSV or TSV file?")
+        raise SbkitError("malformed-list", f"{path}, line 1: {len(names):,} columns, but at most {_MAX_COLUMNS:,} are "
+                         "allowed", hint="is it a CSV or TSV file?", file=path, line=1)
     if repeated := sorted(name for name, count in Counter(names).items() if name and count > 1):
-        raise SbkitError(f"{path}, line 1: the column {shown(repeated[0])} appears twice")
+        raise SbkitError("duplicate-column", f"{path}, line 1: the column {shown(repeated[0])} appears twice",
+                         file=path, line=1, key=repeated[0])
     return [name or f"column {i}" for i, name in enumerate(names, 1)]
 
 
@@ -172,14 +174,15 @@ def _lines(path: Path, file: IO[str], names: Sequence[str], skip: int, delimiter
     """The lines after the first ``skip``."""
     for number, line in enumerate(iter(lambda: file.readline(_BLOCK_BYTES), ""), 1):
         if len(line) == _BLOCK_BYTES:
-            raise SbkitError(f"{path}, line {number}: the line is too long", hint="is it a CSV or TSV file?")
+            raise SbkitError("malformed-list", f"{path}, line {number}: the line is too long",
+                             hint="is it a CSV or TSV file?", file=path, line=number)
         if number > skip:
             try:
                 line.encode()
             except UnicodeEncodeError as error:  # bytes that aren't UTF-8 were decoded to surrogates
                 name = names[min(line[: error.start].count(delimiter), len(names) - 1)]
-                raise SbkitError(f"{path}, line {number}, column {shown(name)}: not UTF-8",
-                                 hint="save it as UTF-8") from None
+                raise SbkitError("not-utf8", f"{path}, line {number}, column {shown(name)}: not UTF-8",
+                                 hint="save it as UTF-8", file=path, line=number, key=name) from None
             yield line
 
 
@@ -198,7 +201,9 @@ def _quoted_rows(path: Path, lines: Iterator[str], skip: int, delimiter: str,
             begins = skip + reader.line_num + 1
     except csv.Error as error:  # mostly a field that is longer than the csv module allows
         if "NUL" in str(error):
-            raise SbkitError(f"{path}, line {skip + reader.line_num}: it has a character of value 0, which Python 3.10 "
-                             "can't read", hint="remove it, or use a later Python") from None
-    raise SbkitError(f"{path}, line {begins}: a quotation mark opens a field here and is never closed",
-                     hint="close it, or double the quotation marks that are part of a text")
+            raise SbkitError("malformed-list", f"{path}, line {skip + reader.line_num}: it has a character of value 0, "
+                             "which Python 3.10 can't read", hint="remove it, or use a later Python", file=path,
+                             line=skip + reader.line_num) from None
+    raise SbkitError("malformed-list", f"{path}, line {begins}: a quotation mark opens a field here and is never "
+                     "closed", hint="close it, or double the quotation marks that are part of a text", file=path,
+                     line=begins)

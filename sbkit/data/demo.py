@@ -147,9 +147,9 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
         clips: a corpus to train a TTS voice on. By default there are many, and different ones in each split
     """
     if not 0 < hours <= 1000:
-        raise SbkitError(f"hours must lie between 0 and 1000, not {hours}")
+        raise SbkitError("bad-value", f"hours must lie between 0 and 1000, not {hours}", key="hours", value=hours)
     if workers is not None and workers < 1:
-        raise SbkitError(f"workers must be at least 1, not {workers}")
+        raise SbkitError("bad-value", f"workers must be at least 1, not {workers}", key="workers", value=workers)
     spoken = espeak_name(language)
     folder = Path(out) / language
     made_with = {"format": FORMAT, "hours": float(hours), "language": language, "seed": seed,
@@ -164,8 +164,9 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
             (sounds,) = run(demo_voice.pronounce, [([str(number) for number in range(100)], spoken)])
             sayable = [number for number, sound in enumerate(sounds) if sound and sounds.count(sound) == 1]
             if len(sayable) < 20:
-                raise SbkitError(f"espeak-ng has no number words for '{spoken}', so there is nothing to synthesise",
-                                 hint=f"languages with sentences: {' '.join(sorted(GRAMMARS))}")
+                raise SbkitError("unknown-language", f"espeak-ng has no number words for '{spoken}', so there is "
+                                 "nothing to synthesise",
+                                 hint=f"languages with sentences: {' '.join(sorted(GRAMMARS))}", value=language)
             # espeak-ng reads digits as number words of the language, and the transcript keeps the digits, so no
             # knowledge of its script is needed.
             grammar = {"sentence": tuple(", ".join(["{n}"] * count) + "." for count in (3, 4, 5)),
@@ -209,9 +210,9 @@ def espeak_name(language: str) -> str:
     for name in (code, ESPEAK_NAMES.get(code), code.split("-")[0]):
         if name in names:
             return name
-    raise SbkitError(f"espeak-ng, which synthesises the demo corpus, has no language '{language}'",
+    raise SbkitError("unknown-language", f"espeak-ng, which synthesises the demo corpus, has no language '{language}'",
                      hint=f"the corpus has sentences in {' '.join(sorted(GRAMMARS))} and numbers in every other "
-                          "language of espeak-ng, such as fi nl pl pt tr uk vi")
+                          "language of espeak-ng, such as fi nl pl pt tr uk vi", value=language)
 
 
 def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
@@ -220,9 +221,9 @@ def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
         return False
     record = stored_json(folder / provenance.RECORD)
     if any(record.get(key) != value for key, value in {"voices": None, **made_with}.items()):
-        raise SbkitError(f"{folder} already exists and is not this demo corpus "
+        raise SbkitError("output-exists", f"{folder} already exists and is not this demo corpus "
                          f"({', '.join(f'{key} {value}' for key, value in made_with.items())})",
-                         hint="choose another folder or remove it first")
+                         hint="choose another folder or remove it first", file=folder)
     return True
 
 
@@ -237,7 +238,8 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
         with disk.disk_errors_as_user_error(folder):
             yield temporary
     except OSError as error:
-        raise SbkitError(f"cannot write the demo corpus to {folder}: {error.strerror or error}") from error
+        raise SbkitError("cannot-write", f"cannot write the demo corpus to {folder}: {error.strerror or error}",
+                         file=folder) from error
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -263,7 +265,7 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
     try:
         yield run
     except BrokenProcessPool as error:
-        raise SbkitError(f"a process that synthesised '{language}' with espeak-ng died",
+        raise SbkitError("worker-died", f"a process that synthesised '{language}' with espeak-ng died",
                          hint="espeak-ng may be broken for this language, or memory ran out") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -139,7 +139,8 @@ class DemoNoise(RandomStage):
                  sample_rate: int | None = None):
         self.kinds = texts("DemoNoise: kinds", kinds)
         if unknown := [kind for kind in self.kinds if kind not in KINDS]:
-            raise SbkitError(f"DemoNoise: unknown noise {unknown[0]!r}", hint=f"kinds are {', '.join(KINDS)}")
+            raise SbkitError("bad-value", f"DemoNoise: unknown noise {unknown[0]!r}",
+                             hint=f"kinds are {', '.join(KINDS)}", key="DemoNoise.kinds", value=unknown[0])
         check_range("DemoNoise", snr_low=snr_low, snr_high=snr_high)
         super().__init__(prob, sample_rate)
         self.snr_low = snr_low

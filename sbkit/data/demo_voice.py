@@ -31,8 +31,8 @@ def _loader() -> ModuleType:
     try:
         import espeakng_loader
     except ImportError as error:
-        raise SbkitError("espeak-ng is missing: the demo corpus, and voices trained on phones, need the package "
-                         "espeakng-loader", hint=INSTALL) from error
+        raise SbkitError("missing-package", "espeak-ng is missing: the demo corpus, and voices trained on phones, need "
+                         "the package espeakng-loader", hint=INSTALL, value="espeakng-loader") from error
     return espeakng_loader
 
 
@@ -49,7 +49,8 @@ def _library() -> Iterator[tuple[ctypes.CDLL, int]]:
     try:
         rate = library.espeak_Initialize(_SYNCHRONOUS, 0, str(loader.get_data_path()).encode(), _DONT_EXIT)
         if rate <= 0:
-            raise SbkitError(f"espeak-ng found no data in {loader.get_data_path()}", hint=INSTALL)
+            raise SbkitError("missing-package", f"espeak-ng found no data in {loader.get_data_path()}", hint=INSTALL,
+                             value="espeakng-loader")
         yield library, rate
     finally:
         library.espeak_Terminate()
@@ -61,7 +62,8 @@ def _select(library: ctypes.CDLL, voice: str) -> None:
     variant = voice.partition("+")[2]
     has_variant = not variant or (Path(_loader().get_data_path()) / "voices" / "!v" / variant).is_file()
     if library.espeak_SetVoiceByName(voice.encode()) != 0 or not has_variant:
-        raise SbkitError(f"espeak-ng has no voice '{voice}'", hint="voices have names such as en-us or fr+f2")
+        raise SbkitError("unknown-voice", f"espeak-ng has no voice '{voice}'",
+                         hint="voices have names such as en-us or fr+f2", value=voice)
 
 
 def speak(text: str, voice: str, *, words_per_minute: int = 175, pitch: int = 50, pitch_range: int = 50,
@@ -88,7 +90,7 @@ def speak(text: str, voice: str, *, words_per_minute: int = 175, pitch: int = 50
         data = text.encode()
         failed = library.espeak_Synth(data, ctypes.c_size_t(len(data) + 1), 0, 0, 0, _UTF8, None, None)
     if failed or not chunks:
-        raise SbkitError(f"espeak-ng's voice '{voice}' gives no audio for {text!r}")
+        raise SbkitError("synthesis-failed", f"espeak-ng's voice '{voice}' gives no audio for {text!r}", value=voice)
     return np.concatenate(chunks).astype(np.float32) / 32768, rate
 
 

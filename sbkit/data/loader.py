@@ -150,11 +150,10 @@ class _Loader:
                 self._warned_of.add(name)
         if self._failed > self.damaged_floor + self.max_damaged_share * self._read:
             first = "; ".join(f"{name}: {reason}" for name, reason in list(self.damaged.items())[:NAMED])
-            raise SbkitError(
-                f"{self._failed} of the {self._read} recordings read so far are damaged or missing: {first}",
-                hint="repair them, or let preparation find them all (the corpus's check_audio: all); "
-                     "max_damaged_share is the share that a run tolerates",
-            )
+            raise SbkitError("too-much-damaged-audio", f"{self._failed} of the {self._read} recordings read so far are "
+                             f"damaged or missing: {first}",
+                             hint="repair them, or let preparation find them all (the corpus's check_audio: all); "
+                                  "max_damaged_share is the share that a run tolerates")
 
     def state_dict(self) -> dict[str, Any]:
         """The number of recordings read so far and those that were damaged, for a checkpoint."""
@@ -239,8 +238,8 @@ class TrainLoader(_Loader):
     def at(self, epoch: int, step: int = 0) -> Iterator[Batch]:
         """This rank's micro-batches of an epoch from step ``step`` on; earlier steps are not read."""
         if not 0 <= step <= self.steps(epoch):
-            raise SbkitError(f"epoch {epoch} has {self.steps(epoch)} steps; it cannot start at step {step}",
-                             hint="was the run started with another corpus or other batching options?")
+            raise SbkitError("corpus-changed", f"epoch {epoch} has {self.steps(epoch)} steps; it cannot start at step "
+                             f"{step}", hint="was the run started with another corpus or other batching options?")
         begun = self._begun
         self._begun = None
         batches = None
@@ -338,8 +337,8 @@ def _check_file_size(batch_bytes: int) -> None:
     """
     max_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if max_bytes != resource.RLIM_INFINITY and max_bytes < batch_bytes:
-        raise SbkitError(f"a data worker passes on batches of up to {batch_bytes / 1e6:.1f} MB as files in memory, but "
-                         f"files may only have {max_bytes / 1e6:.1f} MB here (ulimit -f)",
+        raise SbkitError("ulimit-too-low", f"a data worker passes on batches of up to {batch_bytes / 1e6:.1f} MB as "
+                         f"files in memory, but files may only have {max_bytes / 1e6:.1f} MB here (ulimit -f)",
                          hint="raise the limit (ulimit -f unlimited), or read without workers (num_workers: 0)")
 
 
@@ -370,19 +369,17 @@ def plain_worker_errors() -> Iterator[None]:
     except RuntimeError as error:
         text = str(error)
         if "timed out" in text:
-            raise SbkitError("no batch arrived for a long time: the data workers hang",
+            raise SbkitError("worker-hangs", "no batch arrived for a long time: the data workers hang",
                              hint="is the file system that holds the corpus reachable?") from error
         if "shared memory" in text or "Bus error" in text or "No space left" in text:
-            raise SbkitError(
-                "the data workers ran out of shared memory (/dev/shm)",
-                hint="give the container more (docker run --shm-size=8g), or use fewer workers",
-            ) from error
+            raise SbkitError("shared-memory-full", "the data workers ran out of shared memory (/dev/shm)",
+                             hint="give the container more (docker run --shm-size=8g), or use fewer workers") from error
         if "ancdata" in text or "Too many open files" in text:
-            raise SbkitError("too many open files: no more batches can be received from a data worker",
-                             hint="raise the limit (ulimit -n 65536), or keep fewer batches") from error
+            raise SbkitError("ulimit-too-low", "too many open files: no more batches can be received from a data "
+                             "worker", hint="raise the limit (ulimit -n 65536), or keep fewer batches") from error
         if "DataLoader worker" in text:
             died, hint = _dead_worker() or (first_line(error), _NO_MEMORY)
-            raise SbkitError(f"a data worker died: {died}", hint=hint) from error
+            raise SbkitError("worker-died", f"a data worker died: {died}", hint=hint) from error
         raise
 
 

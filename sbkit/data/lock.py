@@ -109,7 +109,8 @@ def locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = Lock(path, os.O_WRONLY | os.O_CREAT)
     except OSError as error:
-        raise SbkitError(f"{error.filename or path}: cannot be written ({error.strerror})") from None
+        raise SbkitError("cannot-write", f"{error.filename or path}: cannot be written ({error.strerror})",
+                         file=error.filename or path) from None
     with lock:
         if lock.acquire() is False:
             logger.warning("%s: another process is working there, waiting for it", path.parent)

@@ -186,8 +186,10 @@ class Manifest:
         """The texts [N] of ``speaker``, ``text`` or ``id``, or of a metadata column."""
         columns = {"speaker": self.speakers, "text": self.texts, "id": self.ids, **self.meta}
         if name not in columns:
-            raise SbkitError(f"the manifest has no column {name!r} (its columns: {shown_names(columns)})",
-                             hint="check its name in clips_per or the task's columns, then prepare the corpus again")
+            raise SbkitError("missing-column", f"the manifest has no column {name!r} (its columns: "
+                             f"{shown_names(columns)})",
+                             hint="check its name in clips_per or the task's columns, then prepare the corpus again",
+                             key=name)
         return columns[name]
 
     def seconds(self, name: str) -> np.ndarray:
@@ -248,7 +250,8 @@ class Manifest:
         ids, durations, wavs, texts = (csv.need(name, hint=hint) for name in REQUIRED)
         if csv.malformed:
             line, what = csv.malformed[0]
-            raise SbkitError(f"{path}, line {line}: {what}", hint="quote a field that contains a comma")
+            raise SbkitError("malformed-row", f"{path}, line {line}: {what}",
+                             hint="quote a field that contains a comma", file=path, line=line)
         start = csv.find("start")
         return cls(
             ids=ids, durations=to_seconds(path, "duration", durations),
@@ -353,8 +356,8 @@ def to_seconds(path: Path, name: str, column: pa.ChunkedArray, unknown: float | 
         return np.where(bad, unknown, seconds)
     if bad.any():
         row = int(bad.argmax())
-        raise SbkitError(
-            f"{path}, row {row + 1}: {name} is {shown(column[row].as_py())}", hint="expected a number of seconds")
+        raise SbkitError("malformed-row", f"{path}, row {row + 1}: {name} is {shown(column[row].as_py())}",
+                         hint="expected a number of seconds", file=path, key=name, value=column[row].as_py())
     return seconds
 
 

@@ -76,14 +76,16 @@ class Mixture(Corpus):
                  weights: Mapping[str, float] | None = None, temperature: float | None = None, best_by: str = MEAN,
                  once: str | None = None):
         if not isinstance(parts, Mapping) or not parts or not all(isinstance(part, Corpus) for part in parts.values()):
-            raise SbkitError("mixture: parts must be corpora", hint="write a Corpus for each: {read: !new:sbkit.data."
-                                                                      "corpus.Corpus {source: ...}, ...}")
+            raise SbkitError("bad-value", "mixture: parts must be corpora",
+                             hint="write a Corpus for each: {read: !new:sbkit.data.corpus.Corpus {source: ...}, ...}",
+                             key="parts")
         wrong = [name for name in parts if not _NAME.fullmatch(str(name))]
         if wrong:
-            raise SbkitError(f"mixture: parts: {wrong[0]!r} can't be a part's name",
-                             hint="use letters, digits, - and _")
+            raise SbkitError("bad-value", f"mixture: parts: {wrong[0]!r} can't be a part's name",
+                             hint="use letters, digits, - and _", key="parts", value=wrong[0])
         if best_by not in (MEAN, *parts):
-            raise SbkitError(f"mixture: best_by is {best_by!r}", hint=f"it is {MEAN} or one of {', '.join(parts)}")
+            raise SbkitError("unknown-part", f"mixture: best_by is {best_by!r}",
+                             hint=f"it is {MEAN} or one of {', '.join(parts)}", key="best_by", value=best_by)
         languages = {part.language for part in parts.values()}
         rules = [part.text for part in parts.values()]
         alike = all(part_rules.options() == rules[0].options() for part_rules in rules)
@@ -100,31 +102,34 @@ class Mixture(Corpus):
         self.best_by = best_by
         self.once = once
         if once is not None and once not in list(self.parts):
-            raise SbkitError(f"mixture: once is {once!r}, which is no part", hint=f"parts are {', '.join(parts)}")
+            raise SbkitError("unknown-part", f"mixture: once is {once!r}, which is no part",
+                             hint=f"parts are {', '.join(parts)}", key="once", value=once)
         if once is not None and self.weights is not None and not self.weights[once]:
-            raise SbkitError(f"mixture: once is {once!r}, whose weight is 0", hint="raise it, or name another part")
+            raise SbkitError("conflicting-options", f"mixture: once is {once!r}, whose weight is 0",
+                             hint="raise it, or name another part", key="once", value=once)
         require("mixture: temperature", temperature, Nullable(POSITIVE))
         if weights is not None and temperature is not None:
-            raise SbkitError("mixture: weights and temperature both set the share of each part",
+            raise SbkitError("conflicting-options", "mixture: weights and temperature both set the share of each part",
                              hint="leave one of them out")
         self._check_text_rules()
 
     def _checked_weights(self, weights: Mapping[str, float]) -> dict[str, float]:
         if not isinstance(weights, Mapping):
-            raise SbkitError(f"mixture: weights is {weights!r}", hint="write a number for each part: "
-                             f"{{{', '.join(f'{name}: 1' for name in self.parts)}}}")
+            raise SbkitError("bad-value", f"mixture: weights is {weights!r}",
+                             hint=f"write a number for each part: {{{', '.join(f'{name}: 1' for name in self.parts)}}}",
+                             key="weights", value=weights)
         for name in weights:
             if name not in self.parts:
-                raise SbkitError(f"mixture: weights names {name!r}, which is no part",
-                                 hint=f"parts are {', '.join(self.parts)}")
+                raise SbkitError("unknown-part", f"mixture: weights names {name!r}, which is no part",
+                                 hint=f"parts are {', '.join(self.parts)}", key="weights", value=name)
             require(f"mixture: weights: {name}", weights[name], NOT_NEGATIVE)
         missing = [name for name in self.parts if name not in weights]
         if missing:
-            raise SbkitError(f"mixture: weights has no entry for {missing[0]}",
-                             hint="give it 0 to use it for scoring only")
+            raise SbkitError("bad-value", f"mixture: weights has no entry for {missing[0]}",
+                             hint="give it 0 to use it for scoring only", key="weights")
         if not sum(weights.values()):
-            raise SbkitError("mixture: weights are all 0, so there is nothing to train on",
-                             hint="raise one of them")
+            raise SbkitError("bad-value", "mixture: weights are all 0, so there is nothing to train on",
+                             hint="raise one of them", key="weights")
         return {str(name): float(weight) for name, weight in weights.items()}
 
     def _check_text_rules(self) -> None:
@@ -134,8 +139,9 @@ class Mixture(Corpus):
         first_of_language: dict[str | None, str] = {}
         for name, part in self.parts.items():
             if part.language not in Nullable(LANGUAGE_CODE):
-                raise SbkitError(f"mixture: parts: {name}: language {part.language!r} is not a language code",
-                                 hint="write a code such as en or zh-CN")
+                raise SbkitError("bad-value", f"mixture: parts: {name}: language {part.language!r} is not a language "
+                                 "code", hint="write a code such as en or zh-CN", key=f"parts.{name}.language",
+                                 value=part.language)
             same_language = first_of_language.setdefault(part.language, name)
             self._require_same_rules(same_language, name, [rule for rule in part.text.options() if rule != "alphabet"])
             self._require_same_rules(first_part, name, ["unicode", "case"])
@@ -145,10 +151,9 @@ class Mixture(Corpus):
         rules_of_other = self.parts[other].text.options()
         for rule in rules:
             if rules_of_one[rule] != rules_of_other[rule]:
-                raise SbkitError(
-                    f"mixture: parts: {one} and {other} have different text rules: text.{rule} is "
-                    f"{rules_of_one[rule]!r} and {rules_of_other[rule]!r}, but they share a tokenizer",
-                    hint="use the same value in both")
+                raise SbkitError("different-text-rules", f"mixture: parts: {one} and {other} have different text "
+                                 f"rules: text.{rule} is {rules_of_one[rule]!r} and {rules_of_other[rule]!r}, but they "
+                                 "share a tokenizer", hint="use the same value in both", key=f"text.{rule}")
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.parts)}, folder={str(self.folder)!r})"
@@ -171,8 +176,8 @@ class Mixture(Corpus):
         weights = self.weights or {name: part_hours ** power for name, part_hours in hours.items()}
         total = sum(weights.get(name, 0) for name in hours)
         if not total:
-            raise SbkitError("mixture: weights: no part with training audio has a weight",
-                             hint=f"parts with training audio are {', '.join(hours)}")
+            raise SbkitError("part-without-rows", "mixture: weights: no part with training audio has a weight",
+                             hint=f"parts with training audio are {', '.join(hours)}", key="weights")
         return {name: weights.get(name, 0) / total for name in hours}
 
     # ---------------------------------------------------------------- prepare
@@ -212,25 +217,30 @@ class Mixture(Corpus):
                         self._check_unprotected()
                         self._join(manifests, declared, fingerprint)
             except OSError as error:  # a folder that may not be written
-                raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
+                raise SbkitError("cannot-write", f"{error.filename or self.folder}: {error.strerror or error}",
+                                 file=error.filename or self.folder) from error
         return self.load()
 
     def check_splits(self, splits_of_parts: Mapping[str, Collection[str]], needed: Sequence[str]) -> None:
         """Refuse parts that together lack a split which a run needs, or a split that an option takes for granted."""
         for split in needed:
             if not any(split in splits for splits in splits_of_parts.values()):
-                raise SbkitError(f"no part of the mixture has a {split} split, and parts aren't divided",
-                                 hint=f"give one part a list for it: its splits names it, e.g. {{{split}: NAME}}")
+                raise SbkitError("missing-split", f"no part of the mixture has a {split} split, and parts aren't "
+                                 "divided",
+                                 hint=f"give one part a list for it: its splits names it, e.g. {{{split}: NAME}}",
+                                 value=split)
         untrained = [name for name, weight in (self.weights or {}).items()
                      if weight and "train" not in splits_of_parts[name]]
         if untrained:
-            raise SbkitError(f"part {untrained[0]} of the mixture has a weight but no training rows",
-                             hint="give it a train split, or set its weight to 0")
+            raise SbkitError("part-without-rows", f"part {untrained[0]} of the mixture has a weight but no training "
+                             "rows", hint="give it a train split, or set its weight to 0", key="weights",
+                             value=untrained[0])
         if self.once is not None and "train" not in splits_of_parts[self.once]:
-            raise SbkitError(f"once: part {self.once} of the mixture has no training rows", hint="name another part")
+            raise SbkitError("part-without-rows", f"once: part {self.once} of the mixture has no training rows",
+                             hint="name another part", key="once", value=self.once)
         if self.best_by in splits_of_parts and "dev" not in splits_of_parts[self.best_by] and "dev" in needed:
-            raise SbkitError(f"best_by: part {self.best_by} of the mixture has no dev split",
-                             hint=f"name another part, or {MEAN}")
+            raise SbkitError("missing-split", f"best_by: part {self.best_by} of the mixture has no dev split",
+                             hint=f"name another part, or {MEAN}", key="best_by", value="dev")
 
     def _join(self, manifests: Mapping[str, Mapping[str, Manifest]], declared: Declared, fingerprint: str) -> None:
         """Join the parts' manifests, by split, and write them with a report."""
@@ -354,8 +364,8 @@ class Mixture(Corpus):
                 for name, part_hours in hours_of(train).items()]
 
     def only_split(self, name: str, folder: str | Path) -> Corpus:
-        raise SbkitError(f"a mixture has no split {name}", hint="name a corpus that has it (--data_folder), or one of "
-                                                                f"{', '.join(SPLITS)}")
+        raise SbkitError("missing-split", f"a mixture has no split {name}",
+                         hint=f"name a corpus that has it (--data_folder), or one of {', '.join(SPLITS)}", value=name)
 
     def check_exists(self) -> None:
         """Refuse a part whose source doesn't exist."""

@@ -25,7 +25,7 @@ def piece_model(pieces: Sequence[str], silent: Collection[int] = (), scores: Map
     merges : whether scores are ranks of merges (BPE)
     """
     if twice := [piece for piece, count in Counter(pieces).items() if count > 1 or not piece]:
-        raise SbkitError(f"{len(twice)} tokens are duplicates or empty, such as {twice[0]!r}",
+        raise SbkitError("bad-tokenizer", f"{len(twice)} tokens are duplicates or empty, such as {twice[0]!r}",
                          hint="SentencePiece needs a unique text for each")
     untrusted.check_tokens(pieces, "the tokenizer")
     kinds = [_UNKNOWN if not i else _CONTROL if i in silent else _NORMAL for i in range(len(pieces))]

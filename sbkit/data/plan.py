@@ -89,8 +89,9 @@ class Batching:
         """Whether a run still has to measure ``max_batch_seconds``, which is ``step_seconds`` until then."""
         if self.auto:
             if self.step_seconds is None:
-                raise SbkitError("batching: max_batch_seconds: auto needs step_seconds",
-                                 hint="give the audio of an update, as what is learnt may not depend on memory")
+                raise SbkitError("impossible-batching", "batching: max_batch_seconds: auto needs step_seconds",
+                                 hint="give the audio of an update, as what is learnt may not depend on memory",
+                                 key="max_batch_seconds", value="auto")
             self.max_batch_seconds = self.step_seconds
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             allowed = SIZE if name in ("buckets", "max_batch_utterances") else POSITIVE
@@ -99,23 +100,27 @@ class Batching:
         require("batching: min_batch_utterances", self.min_batch_utterances, SIZE)
         if self.clips_per is not None:
             if not isinstance(self.clips_per, Mapping) or len(self.clips_per) != 1:
-                raise SbkitError(f"batching: clips_per is {self.clips_per!r}", hint="expected a column and how many "
-                                 "clips of each of its values, such as {speaker: 4}")
+                raise SbkitError("bad-value", f"batching: clips_per is {self.clips_per!r}",
+                                 hint="expected a column and how many clips of each of its values, such as {speaker: "
+                                      "4}", key="batching.clips_per", value=self.clips_per)
             for name, clips in self.clips_per.items():
                 require(f"batching: clips_per: {name}", clips, SIZE)
             if self.buckets is not None or self.sort not in (None, "random"):
-                raise SbkitError("batching: clips_per groups utterances by label, but buckets and sort by duration",
-                                 hint="leave these out")
+                raise SbkitError("conflicting-options", "batching: clips_per groups utterances by label, but buckets "
+                                 "and sort by duration", hint="leave these out", key="batching.clips_per")
         require("batching: round_seconds", self.round_seconds, Nullable(NOT_NEGATIVE))
         require("batching: min_steps", self.min_steps, COUNT)
         require("batching: seed", self.seed, Number(whole=True))
         if self.sort not in (None, "random", "ascending", "descending"):
-            raise SbkitError(f"batching: sort is {self.sort!r}", hint="it is one of ascending, descending, random")
+            raise SbkitError("bad-value", f"batching: sort is {self.sort!r}",
+                             hint="it is one of ascending, descending, random", key="batching.sort", value=self.sort)
         if not (self.pad_to_shapes is None or isinstance(self.pad_to_shapes, bool)):
-            raise SbkitError(f"batching: pad_to_shapes is {self.pad_to_shapes!r}", hint="it is true, false or null")
+            raise SbkitError("bad-value", f"batching: pad_to_shapes is {self.pad_to_shapes!r}",
+                             hint="it is true, false or null", key="batching.pad_to_shapes", value=self.pad_to_shapes)
         if self.pad_to_shapes and self.clips_per is not None:
-            raise SbkitError("batching: pad_to_shapes pads buckets, but clips_per has none",
-                             hint="leave one out; clips that are cropped have one shape anyway")
+            raise SbkitError("conflicting-options", "batching: pad_to_shapes pads buckets, but clips_per has none",
+                             hint="leave one out; clips that are cropped have one shape anyway",
+                             key="batching.pad_to_shapes")
         if self.step_seconds is None:
             self.step_seconds = self.max_batch_seconds
 
@@ -179,7 +184,8 @@ class Plan:
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
         _refuse(self.durations, batching, ids)
         if labels is not None and parts is not None:
-            raise SbkitError("clips_per groups utterances by label, but a mixture by part", hint="leave one out")
+            raise SbkitError("conflicting-options", "clips_per groups utterances by label, but a mixture by part",
+                             hint="leave one out", key="clips_per")
         if round_seconds:
             units = unit_of(self.durations, round_seconds)
             rounded = (np.ceil(self.durations / units - 1e-4) * units).astype(np.float32)
@@ -449,7 +455,8 @@ def _cut(seconds: list[float], max_seconds: float, least: int, most: int,
 def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None) -> None:
     """Refuse durations of which no plan can be made."""
     if not len(durations):
-        raise SbkitError("the training set is empty", hint="prepare_report.json says what was left out")
+        raise SbkitError("no-utterances", "the training set is empty",
+                         hint="prepare_report.json says what was left out")
 
     def some(rows: np.ndarray) -> str:
         """Name up to five rows."""
@@ -460,26 +467,29 @@ def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None
 
     wrong = np.flatnonzero(~(np.isfinite(durations) & (durations > 0)))
     if len(wrong):
-        raise SbkitError(f"utterances without a duration: {some(wrong)}", hint="prepare the corpus again")
+        raise SbkitError("damaged-preparation", f"utterances without a duration: {some(wrong)}",
+                         hint="prepare the corpus again")
     long = np.flatnonzero(durations > batching.max_batch_seconds * (1 + 1e-6))
     if len(long):
-        raise SbkitError(
-            f"utterances longer than max_batch_seconds ({batching.max_batch_seconds:g} s), which a device "
-            f"holds at once: {some(long)}",
-            hint="raise max_batch_seconds, or prepare with a smaller max_duration",
-        )
+        raise SbkitError("clip-too-long", f"utterances longer than max_batch_seconds ({batching.max_batch_seconds:g} "
+                         f"s), which a device holds at once: {some(long)}",
+                         hint="raise max_batch_seconds, or prepare with a smaller max_duration",
+                         key="max_batch_seconds", value=batching.max_batch_seconds)
     min_capacity = batching.min_capacity
     if min_capacity == 1:
         return
     if len(durations) < batching.min_batch_utterances:
-        raise SbkitError(f"the training set has {len(durations)} utterances, but min_batch_utterances is "
-                         f"{batching.min_batch_utterances}", hint="lower it")
+        raise SbkitError("impossible-batching", f"the training set has {len(durations)} utterances, but "
+                         f"min_batch_utterances is {batching.min_batch_utterances}", hint="lower it",
+                         key="min_batch_utterances", value=batching.min_batch_utterances)
     if (batching.max_batch_utterances or min_capacity) < min_capacity:
-        raise SbkitError(f"max_batch_utterances is {batching.max_batch_utterances}", hint=f"this min_batch_utterances "
-                         f"or clips_per needs {min_capacity} or more")
+        raise SbkitError("impossible-batching", f"max_batch_utterances is {batching.max_batch_utterances}",
+                         hint=f"this min_batch_utterances or clips_per needs {min_capacity} or more",
+                         key="max_batch_utterances", value=batching.max_batch_utterances)
     long = np.flatnonzero(min_capacity * durations > batching.max_batch_seconds * (1 + 1e-6))
     if len(long):
-        raise SbkitError(
-            f"max_batch_seconds ({batching.max_batch_seconds:g} s) is too small: because of min_batch_utterances or "
-            f"clips_per it must hold {min_capacity} utterances of any length, such as {some(long)}",
-            hint=f"raise it to {min_capacity * float(durations.max()):g}, or crop or leave out longer ones")
+        raise SbkitError("impossible-batching", f"max_batch_seconds ({batching.max_batch_seconds:g} s) is too small: "
+                         f"because of min_batch_utterances or clips_per it must hold {min_capacity} utterances of any "
+                         f"length, such as {some(long)}",
+                         hint=f"raise it to {min_capacity * float(durations.max()):g}, or crop or leave out longer "
+                              "ones", key="max_batch_seconds", value=batching.max_batch_seconds)

@@ -71,8 +71,8 @@ def check_opened(wavs: Column, remote: Remote, where: object) -> None:
     at = np.flatnonzero(refused(wavs, remote))
     if len(at):
         first = wavs[int(at[0])]
-        raise SbkitError(f"{where}: {len(at):,} of its {len(wavs):,} recordings are URLs such as {first}",
-                         hint=remote.refusal(first))
+        raise SbkitError("url-not-allowed", f"{where}: {len(at):,} of its {len(wavs):,} recordings are URLs such as "
+                         f"{first}", hint=remote.refusal(first), value=first)
 
 
 def file_version(wav: str) -> tuple[str, str]:

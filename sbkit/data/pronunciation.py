@@ -61,7 +61,8 @@ class Pronunciation:
 def pronunciation(voice: str) -> Pronunciation:
     """Return a voice's pronunciation, cached; raises if there is no such voice, or no espeak-ng."""
     if not NAME.fullmatch(voice):
-        raise SbkitError(f"espeak-ng has no voice {voice!r}", hint="voices have names such as en-us or fr")
+        raise SbkitError("unknown-voice", f"espeak-ng has no voice {voice!r}",
+                         hint="voices have names such as en-us or fr", value=voice)
     pronounce = Pronunciation(voice)
     pronounce.learn(["a"])  # raises if there is no such voice
     return pronounce

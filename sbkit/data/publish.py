@@ -81,15 +81,15 @@ class FolderKind:
         if not os.path.lexists(folder):
             return
         if not folder.is_dir():
-            raise SbkitError(f"{folder} is a file", hint=f"name a folder for {self.what}")
+            raise SbkitError("output-exists", f"{folder} is a file", hint=f"name a folder for {self.what}", file=folder)
         others = self.others(folder)
         if not others:
             return
         if self.listed(folder) is None:
-            raise SbkitError(f"{folder} is neither {self.what} nor empty, so it is not replaced",
-                             hint="choose another folder")
-        raise SbkitError(f"{folder} has files that are not part of {self.what}: {_some(others)}, so it is not replaced",
-                         hint="move them elsewhere, or choose another folder")
+            raise SbkitError("output-exists", f"{folder} is neither {self.what} nor empty, so it is not replaced",
+                             hint="choose another folder", file=folder)
+        raise SbkitError("output-exists", f"{folder} has files that are not part of {self.what}: {_some(others)}, so "
+                         "it is not replaced", hint="move them elsewhere, or choose another folder", file=folder)
 
     def remove(self, folder: Path) -> None:
         """Delete a folder of this kind, or an empty one; with files of others in it, it stays, with a warning."""
@@ -175,8 +175,8 @@ def publish(temporary: Path, to: Path, kind: FolderKind, force: bool, keep: Path
     except OSError as error:
         if disk.disk_error(error):
             raise
-        raise SbkitError(f"{to} cannot be put in place: {error.strerror}",
-                         hint="choose another place with --to") from error
+        raise SbkitError("cannot-write", f"{to} cannot be put in place: {error.strerror}",
+                         hint="choose another place with --to", file=to) from error
     disk.sync_folder(to.parent)
 
 

@@ -105,7 +105,7 @@ class Reader(Dataset[Any]):
         except Exception as error:  # raised in the main process, with this traceback
             where = f"epoch {request.epoch}, step {request.step}"
             cause = f"reading {where} failed: {type(error).__name__}: {error}"
-            return Failure(SbkitError(cause), traceback.format_exc())
+            return Failure(SbkitError("task-code-failed", cause), traceback.format_exc())
 
     def read(self, request: ReadRequest) -> Batch:
         """Read the batch of a request; recordings that can't be read are left out and named in ``batch.damaged``."""
@@ -189,8 +189,8 @@ class Reader(Dataset[Any]):
             try:
                 tokens.append(self.tokenizer.encode(text))
             except Exception as error:  # the task's own code
-                raise SbkitError(f"{type(self.tokenizer).__name__}.encode can't take the text of {id_}, "
-                                 f"{shown(text)}: {type(error).__name__}: {error}") from error
+                raise SbkitError("task-code-failed", f"{type(self.tokenizer).__name__}.encode can't take the text of "
+                                 f"{id_}, {shown(text)}: {type(error).__name__}: {error}", value=id_) from error
         return tokens + [[1] for _ in rows.ids[count:]]
 
     def _width(self, lengths: list[int], shape: Shape | None) -> int:

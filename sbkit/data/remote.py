@@ -37,7 +37,8 @@ def check_schemes(where: str, schemes: Iterable[str]) -> tuple[str, ...]:
     """Refuse schemes that can't be allowed; return the others as a tuple."""
     schemes = tuple(schemes)
     if unknown := [scheme for scheme in schemes if scheme not in SCHEMES]:
-        raise SbkitError(f"{where} names {unknown[0]!r}", hint=f"it may name {', '.join(SCHEMES)}")
+        raise SbkitError("bad-value", f"{where} names {unknown[0]!r}", hint=f"it may name {', '.join(SCHEMES)}",
+                         value=unknown[0])
     return schemes
 
 

@@ -118,11 +118,13 @@ def write_shards(
     require("workers", workers, SIZE)
     require("sample_rate", sample_rate, SIZE)
     if encode is not None and encode not in ENCODINGS:
-        raise SbkitError(f"cannot encode shards as {encode!r}", hint=f"it is one of {', '.join(ENCODINGS)}")
+        raise SbkitError("bad-value", f"cannot encode shards as {encode!r}",
+                         hint=f"it is one of {', '.join(ENCODINGS)}", value=encode)
     if encode == "wav16k" and sample_rate != SAMPLE_RATE:
-        raise SbkitError(f"wav16k has a sample rate of 16000, not {sample_rate}", hint="encode as wav")
+        raise SbkitError("conflicting-options", f"wav16k has a sample rate of 16000, not {sample_rate}",
+                         hint="encode as wav", value=sample_rate)
     if not len(manifest):
-        raise SbkitError("the manifest is empty: there is nothing to write into shards")
+        raise SbkitError("no-utterances", "the manifest is empty: there is nothing to write into shards")
     out = Path(out)
     try:
         with locked(out / f".{name}.lock"):
@@ -148,7 +150,8 @@ def write_shards(
             _write_lists(manifest, sharded, order, shards, out, name)
             return sharded
     except OSError as error:  # such as a full disk, or a folder without write permission
-        raise SbkitError(f"{error.filename or out}: {error.strerror or error}") from error
+        raise SbkitError("cannot-write", f"{error.filename or out}: {error.strerror or error}",
+                         file=error.filename or out) from error
 
 
 def _sharded(manifest: Manifest, order: np.ndarray, shards: Sequence[Mapping[str, Any]], out: Path) -> Manifest:
@@ -163,8 +166,8 @@ def _sharded(manifest: Manifest, order: np.ndarray, shards: Sequence[Mapping[str
             wavs.append(f"{path}?offset={offset}&size={size}")
             durations.append(seconds)
     if not rows:
-        raise SbkitError(f"{out}: not one of {len(manifest)} recordings could be read",
-                         hint=f"the first: {shards[0]['left_out'][0][1]}")
+        raise SbkitError("too-much-damaged-audio", f"{out}: not one of {len(manifest)} recordings could be read",
+                         hint=f"the first: {shards[0]['left_out'][0][1]}", file=out)
     return manifest.select(np.array(rows)).replace(wavs=wavs, durations=durations, starts=None)
 
 
@@ -200,8 +203,8 @@ def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict[str, Any]]:
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
             yield from (index for _, index in map_unordered(pool, _write, jobs, 2 * workers))
     except BrokenProcessPool as error:
-        raise SbkitError("a process that wrote shards died", hint="out of memory? Try fewer workers; "
-                         "finished shards are kept") from error
+        raise SbkitError("worker-died", "a process that wrote shards died",
+                         hint="out of memory? Try fewer workers; finished shards are kept") from error
 
 
 def _write(job: _Job) -> dict[str, Any]:

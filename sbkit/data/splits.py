@@ -29,7 +29,8 @@ def check_splits(option: str, names: Collection[str]) -> None:
     """Refuse an option of a corpus that names anything but splits."""
     unknown = [name for name in names if name not in SPLITS]
     if unknown:
-        raise SbkitError(f"corpus: {option} names {unknown[0]!r}", hint=f"splits are {', '.join(SPLITS)}")
+        raise SbkitError("bad-value", f"corpus: {option} names {unknown[0]!r}", hint=f"splits are {', '.join(SPLITS)}",
+                         key=f"corpus.{option}", value=unknown[0])
 
 
 def choose_splits(source: Source, wanted: Sequence[str], named: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -45,8 +46,9 @@ def choose_splits(source: Source, wanted: Sequence[str], named: Mapping[str, lis
             chosen[split] = named[split]
             for name in chosen[split]:
                 if name not in available:
-                    raise SbkitError(f"{source.where} has no split {name!r} for {split}",
-                                     hint=f"it has {', '.join(available) or 'none'}")
+                    raise SbkitError("missing-split", f"{source.where} has no split {name!r} for {split}",
+                                     hint=f"it has {', '.join(available) or 'none'}", key=f"corpus.splits.{split}",
+                                     value=name)
         else:
             aliases = [*ALIASES[split], *(f"{name}_manifest" for name in ALIASES[split])]  # NeMo: train_manifest.json
             alias = next((name for name in aliases if name in by_lower), None)
@@ -54,9 +56,9 @@ def choose_splits(source: Source, wanted: Sequence[str], named: Mapping[str, lis
                 chosen[split] = [by_lower[alias]]
     if not chosen:
         either = f"{', '.join(wanted[:-1])} or {wanted[-1]}" if len(wanted) > 1 else wanted[0]
-        raise SbkitError(
-            f"{source.where} ({source.kind}) has no split {either} (it has {', '.join(available) or 'none'})",
-            hint="name them: --corpus.splits '{train: NAME, dev: NAME, test: NAME}'")
+        raise SbkitError("missing-split", f"{source.where} ({source.kind}) has no split {either} (it has "
+                         f"{', '.join(available) or 'none'})",
+                         hint="name them: --corpus.splits '{train: NAME, dev: NAME, test: NAME}'", file=source.where)
     return chosen
 
 
@@ -79,8 +81,9 @@ def hold_out(rows: Rows) -> dict[str, Rows]:
         keys = list(rows.ids)
     split = assign_splits(keys, _LEAST)
     if len(set(split.values())) < len(SPLITS):
-        raise SbkitError(f"{rows.origin} has too few rows to take dev and test from it: {len(rows)}",
-                         hint="add rows, or give each split a list: --data_folder '{train: FILE, dev: FILE, ...}'")
+        raise SbkitError("too-few-rows", f"{rows.origin} has too few rows to take dev and test from it: {len(rows)}",
+                         hint="add rows, or give each split a list: --data_folder '{train: FILE, dev: FILE, ...}'",
+                         file=rows.origin)
     divided = {name: rows.take(np.flatnonzero([split[key] == name for key in keys])) for name in SPLITS}
     # Rows that couldn't be parsed are counted once, in train.
     divided["dev"].malformed = []

@@ -60,14 +60,15 @@ class Exclusions:
     def read(cls, path: Path) -> Exclusions:
         """Read a list; refuses one with a decision that isn't among ``DECISIONS``."""
         if not path.is_file():
-            raise SbkitError(f"corpus: exclude: there is no file {path}", hint="sbkit clean writes one: suspects.csv")
+            raise SbkitError("no-such-path", f"corpus: exclude: there is no file {path}",
+                             hint="sbkit clean writes one: suspects.csv", file=path, key="corpus.exclude")
         table = read_guarded(path, _NEEDED, "a list of sbkit clean has the columns " + ", ".join(Suspect._fields))
         ids, decisions, labels, corpora = (Column(column) for column in table.columns)
         for row, decision in enumerate(decisions):
             if decision not in DECISIONS:
-                raise SbkitError(f"{path}, row {row + 1} ({shown_names([ids[row]])}): the decision is "
-                                 f"{shown(decision)}",
-                                 hint=f"decisions are {', '.join(DECISIONS)}")
+                raise SbkitError("malformed-row", f"{path}, row {row + 1} ({shown_names([ids[row]])}): the decision is "
+                                 f"{shown(decision)}", hint=f"decisions are {', '.join(DECISIONS)}", file=path,
+                                 value=decision)
         return cls(path, corpora[0] if len(corpora) else "", {
             name: label for name, label, decision in zip(ids, labels, decisions, strict=True) if decision != KEEP})
 
@@ -84,12 +85,14 @@ class Exclusions:
         unknown = [name for name in self.labels if name not in same_label]
         same = sum(same_label.values())
         if self.labels and 2 * same < len(self.labels):
-            raise SbkitError(f"{self.path} is a list of another corpus, "
-                             f"{shown_names([self.corpus]) or 'which it does not name'}: "
-                             f"{same} of its {len(self.labels)} rows have the same label in {origin}",
-                             hint="make one for this corpus with sbkit clean")
+            raise SbkitError("list-of-another-corpus", f"{self.path} is a list of another corpus, "
+                             f"{shown_names([self.corpus]) or 'which it does not name'}: {same} of its "
+                             f"{len(self.labels)} rows have the same label in {origin}",
+                             hint="make one for this corpus with sbkit clean", file=self.path)
         if unknown:
-            raise SbkitError(f"{self.path} names {len(unknown)} rows that {origin} does not have: "
-                             + shown_names(unknown),
-                             hint="remove their lines from the list if they were removed from the corpus")
+            raise SbkitError(
+                "list-of-another-corpus",
+                f"{self.path} names {len(unknown)} rows that {origin} does not have: " + shown_names(unknown),
+                hint="remove their lines from the list if they were removed from the corpus", file=self.path,
+                value=unknown[0])
         return np.fromiter((same_label.get(name, False) for name in ids), bool, len(ids))

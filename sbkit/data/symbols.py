@@ -37,8 +37,9 @@ class NameTable:
         """Store names; raises if other names are stored already, because checkpoints may depend on them."""
         if self.file.exists():
             if self.read() != names:
-                raise SbkitError(f"{self.file} has other entries than the corpus, and checkpoints may depend on it",
-                                 hint="start in a new output_folder, or restore the corpus")
+                raise SbkitError("corpus-changed", f"{self.file} has other entries than the corpus, and checkpoints "
+                                 "may depend on it", hint="start in a new output_folder, or restore the corpus",
+                                 file=self.file)
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.file) as out:
@@ -50,13 +51,14 @@ class NameTable:
         try:
             names = untrusted.read_json(self.file, _MAX_BYTES)
         except FileNotFoundError:
-            raise SbkitError(f"{self.file} doesn't exist yet", hint="prepare the corpus: sbkit prepare") from None
+            raise SbkitError("not-prepared", f"{self.file} doesn't exist yet", hint="prepare the corpus: sbkit prepare",
+                             file=self.file) from None
         except (OSError, ValueError) as error:
-            raise SbkitError(f"{self.file} cannot be read: {error}") from None
+            raise SbkitError("damaged-preparation", f"{self.file} cannot be read: {error}", file=self.file) from None
         if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names) \
                 or names != sorted(set(names)):
-            raise SbkitError(f"{self.file} is not a sorted list of names",
-                             hint="remove it, and prepare the corpus again in a new output_folder")
+            raise SbkitError("damaged-preparation", f"{self.file} is not a sorted list of names",
+                             hint="remove it, and prepare the corpus again in a new output_folder", file=self.file)
         self._names = names
         return names
 
@@ -92,10 +94,10 @@ class Symbols(NameTable):
         texts = list(texts)
         symbols = sorted(set().union(*texts))
         if not symbols:
-            raise SbkitError("the corpus has no text to train a voice on", hint="does it have transcripts?")
+            raise SbkitError("no-text", "the corpus has no text to train a voice on", hint="does it have transcripts?")
         if len(symbols) > MAX_SYMBOLS:
-            raise SbkitError(f"the corpus has {len(symbols):,} different characters, but at most {MAX_SYMBOLS:,} are "
-                             "supported", hint="is its text a transcript, in letters?")
+            raise SbkitError("too-many-values", f"the corpus has {len(symbols):,} different characters, but at most "
+                             f"{MAX_SYMBOLS:,} are supported", hint="is its text a transcript, in letters?")
         if self.spelling is not None:
             self._characters.store(symbols)
             self.look_up(texts)
@@ -106,8 +108,8 @@ class Symbols(NameTable):
     def load(self) -> Symbols:
         """Read the stored symbols."""
         if wrong := [name for name in self.read() if len(name) != 1]:
-            raise SbkitError(f"{self.file}: {wrong[0][:_LONGEST]!r} is not a character",
-                             hint="remove it, and prepare the corpus again in a new output_folder")
+            raise SbkitError("damaged-preparation", f"{self.file}: {wrong[0][:_LONGEST]!r} is not a character",
+                             hint="remove it, and prepare the corpus again in a new output_folder", file=self.file)
         self._ids = {symbol: number for number, symbol in enumerate(self._names, 1)}
         return self
 
@@ -184,8 +186,8 @@ class Speakers(NameTable):
         if not self.several:
             names = names if len(names) == 1 else [NAMELESS]
         if len(names) > MAX_SPEAKERS:
-            raise SbkitError(f"the corpus has {len(names):,} speakers, but at most {MAX_SPEAKERS:,} are supported",
-                             hint="write several: false under speakers, and all of it is one voice")
+            raise SbkitError("too-many-values", f"the corpus has {len(names):,} speakers, but at most {MAX_SPEAKERS:,} "
+                             "are supported", hint="write several: false under speakers, and all of it is one voice")
         self.store(names)
         return names
 

@@ -65,17 +65,21 @@ class TextRules:
                  keep_anywhere: str = "", alphabet: str | None = None,
                  replace: Mapping[str, str] | None = None, case_pairs: Mapping[str, str] | None = None):
         if unicode not in ("NFC", "NFKC"):
-            raise SbkitError(f"text rules: unicode is {unicode!r}", hint="use NFC or NFKC")
+            raise SbkitError("bad-value", f"text rules: unicode is {unicode!r}", hint="use NFC or NFKC",
+                             key="text.unicode", value=unicode)
         if case not in ("lower", "upper", "keep"):
-            raise SbkitError(f"text rules: case is {case!r}", hint="use lower, upper or keep")
+            raise SbkitError("bad-value", f"text rules: case is {case!r}", hint="use lower, upper or keep",
+                             key="text.case", value=case)
         for name, value in (("keep_punctuation", keep_punctuation), ("keep_anywhere", keep_anywhere),
                             ("alphabet", "" if alphabet is None else alphabet)):
             if not isinstance(value, str):
-                raise SbkitError(f"text rules: {name} is {value!r}", hint="write the characters as one text")
+                raise SbkitError("bad-value", f"text rules: {name} is {value!r}",
+                                 hint="write the characters as one text", key=f"text.{name}", value=value)
         for name, pairs in (("replace", replace), ("case_pairs", case_pairs)):
             if not isinstance(pairs, (Mapping, type(None))) or any(
                     not isinstance(x, str) or not k for k, v in (pairs or {}).items() for x in (k, v)):
-                raise SbkitError(f"text rules: {name} is {pairs!r}", hint="map texts to texts")
+                raise SbkitError("bad-value", f"text rules: {name} is {pairs!r}", hint="map texts to texts",
+                                 key=f"text.{name}", value=pairs)
         self.unicode: Any = unicode  # one of the names that unicodedata takes
         self.case = case
         self.keep_punctuation = keep_punctuation
@@ -101,7 +105,8 @@ class TextRules:
         except TypeError:
             known = ", ".join(cls().options())
             unknown = next(name for name in overrides if name not in known.split(", "))
-            raise SbkitError(f"text rules: unknown rule {unknown!r}", hint=f"rules are {known}") from None
+            raise SbkitError("unknown-key", f"text rules: unknown rule {unknown!r}", hint=f"rules are {known}",
+                             key=f"text.{unknown}") from None
 
     def options(self) -> dict[str, Any]:
         """The rules as plain data, for fingerprints and reports."""
@@ -146,8 +151,8 @@ def _replaced(text: str, pairs: Mapping[str, str], max_length: int) -> str:
     for old, new in pairs.items():
         text = text.replace(old, new)
         if len(text) > max_length:
-            raise SbkitError(f"text rules: a text becomes more than {_MAX_GROWTH} times as long",
-                             hint="shorten their replacements")
+            raise SbkitError("bad-value", f"text rules: a text becomes more than {_MAX_GROWTH} times as long",
+                             hint="shorten their replacements", key="text")
     return text
 
 

@@ -70,15 +70,18 @@ class Tokenizer:
                  user_defined_symbols: Sequence[str] = (), max_texts: int | None = 2_000_000,
                  model: str | Path | None = None):
         if model_type not in MODEL_TYPES:
-            raise SbkitError(f"tokenizer: model_type is {model_type!r}", hint=f"use {', '.join(MODEL_TYPES)}")
+            raise SbkitError("bad-value", f"tokenizer: model_type is {model_type!r}",
+                             hint=f"use {', '.join(MODEL_TYPES)}", key="tokenizer.model_type", value=model_type)
         require("tokenizer: vocab_size", vocab_size, Nullable(SIZE))
         require("tokenizer: character_coverage", character_coverage, POSITIVE)
         require("tokenizer: max_piece_length", max_piece_length, SIZE)
         require("tokenizer: max_texts", max_texts, Nullable(SIZE))
         if vocab_size is None and model_type != "char" and model is None:
-            raise SbkitError(f"tokenizer: a {model_type} model needs a vocab_size")
+            raise SbkitError("bad-value", f"tokenizer: a {model_type} model needs a vocab_size",
+                             key="tokenizer.vocab_size")
         if character_coverage > 1:
-            raise SbkitError(f"tokenizer: character_coverage is {character_coverage}", hint="use 0.98 to 1.0")
+            raise SbkitError("bad-value", f"tokenizer: character_coverage is {character_coverage}",
+                             hint="use 0.98 to 1.0", key="tokenizer.character_coverage", value=character_coverage)
         self.folder = Path(folder)
         self.vocab_size = vocab_size
         self.model_type = model_type
@@ -152,11 +155,10 @@ class Tokenizer:
         elif grows:
             checkpoint = self._checkpoint()
             if checkpoint is not None:
-                raise SbkitError(
-                    f"{self.folder} has no tokenizer {self.path.name}, which the texts need now, and checkpoints such "
-                    f"as {checkpoint.name} were trained with another",
-                    hint="leave out the part that has more characters, or begin a run from this one in another "
-                         "output_folder: --init_from RUN")
+                raise SbkitError("corpus-changed", f"{self.folder} has no tokenizer {self.path.name}, which the texts "
+                                 f"need now, and checkpoints such as {checkpoint.name} were trained with another",
+                                 hint="leave out the part that has more characters, or begin a run from this one in "
+                                      "another output_folder: --init_from RUN", file=self.path)
         self._train(texts, fingerprint)
         return self.load()
 
@@ -172,15 +174,15 @@ class Tokenizer:
     def _check_replaceable(self) -> None:
         """Refuse to replace a model that may be the user's own, or that checkpoints depend on."""
         if not self.path.with_suffix(".json").exists():
-            raise SbkitError(
-                f"{self.path} already exists, and it is not recorded what it was trained on",
-                hint="remove it to train a new one, or set the tokenizer's `model` to it to use it unchanged")
+            raise SbkitError("output-exists", f"{self.path} already exists, and it is not recorded what it was trained "
+                             "on",
+                             hint="remove it to train a new one, or set the tokenizer's `model` to it to use it "
+                                  "unchanged", file=self.path)
         checkpoint = self._checkpoint()
         if checkpoint is not None:
-            raise SbkitError(
-                f"{self.path} was trained on other text or with other options, and checkpoints such as "
-                f"{checkpoint.name} were trained with it",
-                hint="start in a new output_folder, or restore text and options")
+            raise SbkitError("corpus-changed", f"{self.path} was trained on other text or with other options, and "
+                             f"checkpoints such as {checkpoint.name} were trained with it",
+                             hint="start in a new output_folder, or restore text and options", file=self.path)
 
     def load(self) -> Tokenizer:
         """Load the model file and check that it agrees with the options."""
@@ -191,37 +193,38 @@ class Tokenizer:
                 f"{self.path}: there is no tokenizer yet" if self.model is None else f"{self.path}: no such file",
                 hint="prepare the corpus first (sbkit prepare)" if self.model is None else None) from None
         except OSError as error:
-            raise SbkitError(f"{self.path}: cannot be read ({error.strerror})") from None
+            raise SbkitError("cannot-read", f"{self.path}: cannot be read ({error.strerror})", file=self.path) from None
         try:
             processor = spm.SentencePieceProcessor(model_proto=proto)
             size = processor.vocab_size()
         except (RuntimeError, OSError):
-            raise SbkitError(f"{self.path} is not a SentencePiece model") from None
+            raise SbkitError("bad-tokenizer", f"{self.path} is not a SentencePiece model", file=self.path) from None
         if processor.unk_id() != BLANK_ID:
-            raise SbkitError(
-                f"{self.path}: its unknown piece has id {processor.unk_id()}, the blank needs id {BLANK_ID}",
-                hint="train a tokenizer with unk_id 0, as SpeechBrain does")
+            raise SbkitError("bad-tokenizer", f"{self.path}: its unknown piece has id {processor.unk_id()}, the blank "
+                             f"needs id {BLANK_ID}", hint="train a tokenizer with unk_id 0, as SpeechBrain does",
+                             file=self.path)
         if self.model is not None:
             self.bos_id = processor.bos_id()
             self.eos_id = processor.eos_id()
         elif (processor.bos_id(), processor.eos_id()) != (self.bos_id, self.eos_id):
-            raise SbkitError(
-                f"{self.path}: bos and eos have ids {processor.bos_id()} and {processor.eos_id()}, "
-                f"but the recipe says {self.bos_id} and {self.eos_id}",
-                hint="set bos_index and eos_index to them, or delete it: one that fits is trained")
+            raise SbkitError("bad-tokenizer", f"{self.path}: bos and eos have ids {processor.bos_id()} and "
+                             f"{processor.eos_id()}, but the recipe says {self.bos_id} and {self.eos_id}",
+                             hint="set bos_index and eos_index to them, or delete it: one that fits is trained",
+                             file=self.path)
         if self.vocab_size not in (None, size):
-            raise SbkitError(
-                f"{self.path} has {size} entries, but the recipe says vocab_size {self.vocab_size}",
-                hint=_set_to(size))
+            raise SbkitError("wrong-vocab-size", f"{self.path} has {size} entries, but the recipe says vocab_size "
+                             f"{self.vocab_size}", hint=_set_to(size), file=self.path, key="vocab_size",
+                             value=self.vocab_size)
         self._processor = processor
         return self
 
     def check(self, output_neurons: int) -> None:
         """Raise unless a model with ``output_neurons`` outputs fits this vocabulary exactly."""
         if output_neurons != self.size:
-            raise SbkitError(
-                f"output_neurons is {output_neurons}, but the tokenizer {self.path} has {self.size} entries "
-                "(blank, bos and eos included)", hint=f"set output_neurons to {self.size}")
+            raise SbkitError("wrong-vocab-size", f"output_neurons is {output_neurons}, but the tokenizer {self.path} "
+                             f"has {self.size} entries (blank, bos and eos included)",
+                             hint=f"set output_neurons to {self.size}", file=self.path, key="output_neurons",
+                             value=output_neurons)
 
     def _checkpoint(self) -> Path | None:
         return next(self.folder.glob("CKPT+*"), None)
@@ -240,7 +243,7 @@ class Tokenizer:
             rows = rows[[int(i * step) for i in range(self.max_texts)]]
         texts = list(column.take(rows))
         if not any(text.strip() for text in texts):
-            raise SbkitError("tokenizer: there is no text to train on", hint="is the train split empty?")
+            raise SbkitError("no-text", "tokenizer: there is no text to train on", hint="is the train split empty?")
         model = io.BytesIO()
         try:
             spm.SentencePieceTrainer.train(
@@ -256,20 +259,24 @@ class Tokenizer:
                 minloglevel=2)
         except (RuntimeError, OSError, IndexError) as error:
             if match := _TOO_LARGE.search(str(error)):
-                raise SbkitError(f"tokenizer: vocab_size {self.vocab_size} is too large for this text",
+                raise SbkitError("wrong-vocab-size", f"tokenizer: vocab_size {self.vocab_size} is too large for this "
+                                 "text",
                                  hint=f"a {self.model_type} model of it can have {match[1]} entries at most: "
-                                      f"{_set_to(match[1])} or less") from error
+                                      f"{_set_to(match[1])} or less", key="vocab_size",
+                                 value=self.vocab_size) from error
             if match := _TOO_SMALL.search(str(error)):
-                raise SbkitError(f"tokenizer: vocab_size {self.vocab_size} is too small for this text",
+                raise SbkitError("wrong-vocab-size", f"tokenizer: vocab_size {self.vocab_size} is too small for this "
+                                 "text",
                                  hint=f"its characters alone need {match[1]}: {_set_to(match[1])} or more, or lower "
-                                      "character_coverage") from error
-            raise SbkitError(f"tokenizer: SentencePiece cannot train on this text ({error})") from error
+                                      "character_coverage", key="vocab_size", value=self.vocab_size) from error
+            raise SbkitError("tokenizer-training-failed", "tokenizer: SentencePiece cannot train on this text "
+                             f"({error})") from error
         processor = spm.SentencePieceProcessor(model_proto=model.getvalue())
         if self.vocab_size not in (None, processor.vocab_size()):
-            raise SbkitError(
-                f"tokenizer: vocab_size is {self.vocab_size}, but a char model of this text has exactly "
-                f"{processor.vocab_size()} entries",
-                hint=f"{_set_to(processor.vocab_size())}; for pieces of words, --token_type unigram")
+            raise SbkitError("wrong-vocab-size", f"tokenizer: vocab_size is {self.vocab_size}, but a char model of "
+                             f"this text has exactly {processor.vocab_size()} entries",
+                             hint=f"{_set_to(processor.vocab_size())}; for pieces of words, --token_type unigram",
+                             key="vocab_size", value=self.vocab_size)
         vocab = "".join(f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}\n"
                         for i in range(processor.vocab_size()))
         stored = {"fingerprint": fingerprint, "options": self.options(), "texts": len(texts),

@@ -99,14 +99,15 @@ def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]
 def compare(a: MetricEstimate, b: MetricEstimate) -> RunComparison:
     """Test whether ``b`` differs from ``a`` on the same recordings, by a paired bootstrap."""
     if a.name != b.name:
-        raise SbkitError(f"one run has {a.name}, the other {b.name}", hint="compare runs of the same task")
+        raise SbkitError("not-comparable", f"one run has {a.name}, the other {b.name}",
+                         hint="compare runs of the same task")
     in_one_only = sorted(set(a.ids) ^ set(b.ids))
     if in_one_only:
-        raise SbkitError(f"{len(in_one_only)} recordings were scored in one run only: {first_few(in_one_only)}",
-                         hint="compare runs on the same corpus")
+        raise SbkitError("not-comparable", f"{len(in_one_only)} recordings were scored in one run only: "
+                         f"{first_few(in_one_only)}", hint="compare runs on the same corpus")
     pairs = min(len(a.drawn), len(b.drawn))
     if pairs < MIN_SAMPLES:
-        raise SbkitError(f"the results have too few samples of {a.name} to compare",
+        raise SbkitError("not-comparable", f"the results have too few samples of {a.name} to compare",
                          hint="score both runs again (sbkit evaluate)")
     difference = np.array(b.drawn[:pairs]) - np.array(a.drawn[:pairs])
     low, high = bounds(difference)

@@ -31,7 +31,8 @@ class ErrorRates:
 
     def __init__(self, unit: str = "word"):
         if unit not in ("word", "character"):
-            raise SbkitError(f"error rates are counted by 'word' or by 'character', not by '{unit}'")
+            raise SbkitError("bad-value", f"error rates are counted by 'word' or by 'character', not by '{unit}'",
+                             key="unit", value=unit)
         self.unit = unit
         self.ids: list[str] = []
         self._known: set[str] = set()
@@ -48,8 +49,8 @@ class ErrorRates:
             hypotheses: Sequence[str | Tokens | None]) -> None:
         """Add a batch of texts or lists of words. If any of it can't be scored, nothing is added."""
         if not len(ids) == len(references) == len(hypotheses):
-            raise SbkitError(f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} hypotheses "
-                             "can't be paired")
+            raise SbkitError("bad-value", f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} "
+                             "hypotheses can't be paired")
         refs = self._tokens(references)
         hyps = self._tokens(hypotheses)
         # SpeechBrain treats an empty first word, which "".split(" ") gives, as a reference of length zero.
@@ -80,7 +81,7 @@ class ErrorRates:
         """The edits of each utterance, in the order in which they were added."""
         if self._counts is None:
             if not self.ids:
-                raise SbkitError("there is nothing to score: no utterance was added")
+                raise SbkitError("no-utterances", "there is nothing to score: no utterance was added")
             self._counts = count(self.references, self.hypotheses)
         return self._counts
 

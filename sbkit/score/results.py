@@ -72,7 +72,7 @@ class Results:
     def check(self) -> None:
         """Raise if there is nothing to report."""
         if not self.utterances:
-            raise SbkitError("there is no utterance to score", hint="check the corpus and its split")
+            raise SbkitError("no-utterances", "there is no utterance to score", hint="check the corpus and its split")
 
     def headline(self) -> str:
         """The numbers on one line."""

@@ -129,22 +129,22 @@ def compare(a: ErrorRates, b: ErrorRates) -> RunComparison:
 def _check_comparable(a: ErrorRates, b: ErrorRates) -> None:
     """Raise unless both runs scored the same utterances with the same references."""
     if a.unit != b.unit:
-        raise SbkitError(f"a rate by {a.unit} can't be compared with one by {b.unit}")
+        raise SbkitError("not-comparable", f"a rate by {a.unit} can't be compared with one by {b.unit}")
     references_a = dict(zip(a.ids, a.references, strict=True))
     references_b = dict(zip(b.ids, b.references, strict=True))
     in_one_only = [name for name in a.ids if name not in references_b]
     in_one_only += [name for name in b.ids if name not in references_a]
     if len(in_one_only) == len(a) + len(b):
-        raise SbkitError(f"the runs have no utterance in common: one scored {len(a)}, the other {len(b)}",
-                         hint="compare runs on the same corpus")
+        raise SbkitError("not-comparable", f"the runs have no utterance in common: one scored {len(a)}, the other "
+                         f"{len(b)}", hint="compare runs on the same corpus")
     if in_one_only:
         were = "utterances were" if len(in_one_only) > 1 else "utterance was"
-        raise SbkitError(f"{len(in_one_only)} {were} scored in one run only: {first_few(in_one_only)}",
-                         hint="compare runs on the same corpus")
+        raise SbkitError("not-comparable", f"{len(in_one_only)} {were} scored in one run only: "
+                         f"{first_few(in_one_only)}", hint="compare runs on the same corpus")
     other_texts = [name for name, reference in references_a.items() if list(reference) != list(references_b[name])]
     if other_texts:
         differ = "utterances differ in their" if len(other_texts) > 1 else "utterance differs in its"
-        raise SbkitError(f"{len(other_texts)} {differ} reference: {first_few(other_texts)}",
+        raise SbkitError("not-comparable", f"{len(other_texts)} {differ} reference: {first_few(other_texts)}",
                          hint="both runs need the same text rules")
 
 

@@ -57,6 +57,6 @@ def read(path: str | os.PathLike[str]) -> list[ScoredUtterance]:
             try:
                 utterances.append(ScoredUtterance(**untrusted.parse_json(line)))
             except (ValueError, TypeError) as error:
-                raise SbkitError(f"{path}, line {number}: {error}",
-                                 hint="score the run again (sbkit evaluate)") from None
+                raise SbkitError("damaged-results", f"{path}, line {number}: {error}",
+                                 hint="score the run again (sbkit evaluate)", file=path, line=number) from None
     return utterances

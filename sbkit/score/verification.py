@@ -97,12 +97,12 @@ def read_list(path: str | Path) -> list[tuple[bool, str, str]]:
         if not words:
             continue
         if len(words) != 3 or words[0] not in ("0", "1"):
-            raise SbkitError(f"trials: {path}, line {number} is {shown(line)}",
+            raise SbkitError("malformed-row", f"trials: {path}, line {number} is {shown(line)}",
                              hint="expected 1 or 0 and two recordings: 1 id10270/x6uYqmx31kE/00001.wav "
-                                  "id10270/8jEAjG6SegY/00008.wav")
+                                  "id10270/8jEAjG6SegY/00008.wav", file=path, line=number, value=line)
         trials.append((words[0] == "1", words[1], words[2]))
     if not trials:
-        raise SbkitError(f"trials: {path} is empty")
+        raise SbkitError("no-utterances", f"trials: {path} is empty", file=path)
     return trials
 
 

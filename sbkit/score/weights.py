@@ -35,7 +35,8 @@ class Average(ABC):
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise SbkitError(f"can't average {self.count} checkpoints", hint="ask for 1 or more")
+            raise SbkitError("bad-value", f"can't average {self.count} checkpoints", hint="ask for 1 or more",
+                             key="count", value=self.count)
 
     @abstractmethod
     def combine(self, tensors: Sequence[Tensor], checkpoints: Sequence[Checkpoint]) -> Tensor:
@@ -93,7 +94,8 @@ def average_of(value: int | str) -> Average:
         return Mean(int(text))
     name, _, count = text.rpartition("-of-")
     if name not in AVERAGES or not count.isdecimal():
-        raise SbkitError(f"{text!r} is no average of checkpoints", hint=f"write {AVERAGE_VALUES}")
+        raise SbkitError("bad-value", f"{text!r} is no average of checkpoints", hint=f"write {AVERAGE_VALUES}",
+                         value=text)
     average = AVERAGES[name](int(count))
     return average if average.several else Mean()  # of one checkpoint, all averages are the same
 

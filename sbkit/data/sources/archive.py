@@ -94,9 +94,10 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> None:
             return
         # Only what an earlier version of this archive was unpacked to is replaced, and not a corpus of the user's.
         if into.is_dir() and any(into.iterdir()) and not (into / _STAMP).is_file():
-            raise SbkitError(f"{archive} would be unpacked to {into}, which has other files, so it is not replaced",
+            raise SbkitError("output-exists", f"{archive} would be unpacked to {into}, which has other files, so it is "
+                             "not replaced",
                              hint="set the corpus's cache_folder to another folder; to read what is there, name that "
-                                  "folder as the corpus")
+                                  "folder as the corpus", file=into)
         if _read(partial / _BEGUN) != begun:  # from another archive, or before a power cut
             shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -114,10 +115,11 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> None:
                 os.replace(partial, into)
                 disk.sync_folder(into.parent)
         except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
-            raise SbkitError(f"{archive}: damaged or not completely downloaded ({error})",
-                             hint="compare its size and checksum with the download page") from None
+            raise SbkitError("damaged-download", f"{archive}: damaged or not completely downloaded ({error})",
+                             hint="compare its size and checksum with the download page", file=archive) from None
         except OSError as error:
-            raise SbkitError(f"{error.filename or archive}: {error.strerror or error}") from None
+            raise SbkitError("cannot-write", f"{error.filename or archive}: {error.strerror or error}",
+                             file=error.filename or archive) from None
 
 
 def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
@@ -131,10 +133,11 @@ def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
             for member in tar:
                 path = PurePosixPath(member.name)
                 if path.is_absolute() or ".." in path.parts or "\\" in member.name or "\0" in member.name:
-                    raise SbkitError(f"{archive}: its entry {member.name!r} leads out of the folder", hint=_DISTRUST)
+                    raise SbkitError("unsafe-file", f"{archive}: its entry {member.name!r} leads out of the folder",
+                                     hint=_DISTRUST, file=archive)
                 if not (member.isfile() or member.isdir()) or member.issparse():
-                    raise SbkitError(f"{archive}: its entry {member.name!r} is neither a plain file nor a folder",
-                                     hint=_DISTRUST)
+                    raise SbkitError("unsafe-file", f"{archive}: its entry {member.name!r} is neither a plain file nor "
+                                     "a folder", hint=_DISTRUST, file=archive)
                 # Only clips and tables are unpacked, and no hidden files, such as macOS's.
                 if member.isfile() and not path.name.startswith(".") and (
                         path.suffix == ".tsv" or path.parent.name == "clips"):
@@ -166,9 +169,8 @@ class _Counted:
         data = self.stream.read(size)
         self.left -= len(data)
         if self.left < 0:
-            raise SbkitError(
-                f"{self.archive}: grows to more than {_MAX_GROWTH} times its size when unpacked",
-                hint=_DISTRUST)
+            raise SbkitError("unsafe-file", f"{self.archive}: grows to more than {_MAX_GROWTH} times its size when "
+                             "unpacked", hint=_DISTRUST, file=self.archive)
         return data
 
 

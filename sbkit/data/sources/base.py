@@ -136,15 +136,17 @@ class Source(ABC):
         try:
             size = sum(path.stat().st_size for path in files)
         except OSError as error:
-            raise SbkitError(f"{error.filename}: cannot be read ({error.strerror or error})") from None
+            raise SbkitError("cannot-read", f"{error.filename}: cannot be read ({error.strerror or error})",
+                             file=error.filename) from None
         if files and size <= _SHORT_LIST_BYTES:
             wavs = self.read(name, show_progress=False).wavs
             if not len(wavs):
                 return
             sample = wavs.take(np.unique(np.linspace(0, len(wavs) - 1, _LOOKED_FOR).astype(int)))
             if not existing(sample).any():
-                raise MissingRecordings(f"{files[0]}: there is no {sample[0]}, nor any other of the {len(sample)} "
-                                        "recordings that were looked for", hint=self.paths_start)
+                raise MissingRecordings("missing-audio", f"{files[0]}: there is no {sample[0]}, nor any other of the "
+                                        f"{len(sample)} recordings that were looked for", hint=self.paths_start,
+                                        file=files[0], value=sample[0])
             return
         header = self.header(name)
         if header is None:
@@ -162,7 +164,7 @@ class Source(ABC):
         """Refuse a layout that never has transcripts, if the task needs them."""
         message, hint = self.no_texts
         if self.needs_text and message:
-            raise SbkitError(f"{self.where} {message}", hint=hint)
+            raise SbkitError("no-text", f"{self.where} {message}", hint=hint, file=self.where)
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -238,9 +240,8 @@ def no_column(where: object, role: str, available: Iterable[str], columns: Mappi
         hint = f"its fields seem to be separated by {separators[0]!r}: use commas, or tabs in a .tsv"
     elif any(name.lower().endswith(SUFFIXES) for name in available):
         hint = "its first line seems to be a row: put one with the columns' names above it, such as ID,wav,wrd"
-    return SbkitError(
-        f"{where} has no column for the {role}: looked for {wanted} among {shown_names(available) or 'none'}",
-        hint=hint)
+    return SbkitError("missing-column", f"{where} has no column for the {role}: looked for {wanted} among "
+                      f"{shown_names(available) or 'none'}", hint=hint, file=str(where), key=role)
 
 
 def unique_ids(ids: Iterable[str]) -> list[str]:

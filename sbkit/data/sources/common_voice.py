@@ -49,9 +49,10 @@ class CommonVoice(Source):
         if len(chosen) != 1:
             names = ", ".join(folder.name for folder in folders) or "none"
             wanted = f" and has none for the language {language!r}" if language else ""
-            raise SbkitError(
-                f"{path} is not a Common Voice language folder{wanted} (languages there: {names})",
-                hint="expected a folder with clips/ and train.tsv, or set the language")
+            raise SbkitError("ambiguous-corpus", f"{path} is not a Common Voice language folder{wanted} (languages "
+                             f"there: {names})",
+                             hint="expected a folder with clips/ and train.tsv, or set the language", file=path,
+                             key="language", value=language)
         self.folder = chosen[0]
         self.language = language
         self._has_warned = False  # that the recordings have another language

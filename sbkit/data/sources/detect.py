@@ -75,9 +75,9 @@ def check_exists(source: Named) -> None:
     for name in names:
         path = Path(name)
         if not path.exists():
-            raise SbkitError(f"{name}: no such {kind}", hint=expected)
+            raise SbkitError("no-such-path", f"{name}: no such {kind}", hint=expected, file=name)
         if path.is_file() and not str(name).endswith(suffixes):
-            raise SbkitError(f"{name}: unknown format", hint=expected)
+            raise SbkitError("unknown-corpus", f"{name}: unknown format", hint=expected, file=name)
         # Of a release's folder of languages one is chosen later; any other folder is of a known kind or refused here.
         if path.is_dir() and not isinstance(source, Mapping) and not language_folders(path):
             _open_folder(path, Path(), None, {}, None)
@@ -106,8 +106,9 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
     if parquet := Parquet.in_folder(path):
         return Parquet(parquet, path, cache, columns)
     if list(path.glob("*.tsv")):
-        raise SbkitError(f"{path} has TSVs but no folder clips/ with the recordings",
-                         hint="unpack a release of Common Voice completely; name other TSVs: {train: FILE, dev: FILE}")
+        raise SbkitError("unknown-corpus", f"{path} has TSVs but no folder clips/ with the recordings",
+                         hint="unpack a release of Common Voice completely; name other TSVs: {train: FILE, dev: FILE}",
+                         file=path)
     if LibriSpeech.matches(path):
         return LibriSpeech(path)
     if VoxCeleb.matches(path):
@@ -115,9 +116,10 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
     if AudioFolder.matches(path):
         return AudioFolder(path)
     if (path / "wav.scp").is_file() or any(path.glob("*/wav.scp")):
-        raise SbkitError(f"{path} has Kaldi's lists, which sbkit doesn't read", hint=(
-            'write a train.jsonl with a line {"audio_filepath": PATH, "text": TEXT} for each of wav.scp and text'))
-    raise SbkitError(f"{path} is not a corpus that sbkit recognises", hint=_EXPECTED)
+        raise SbkitError("unknown-corpus", f"{path} has Kaldi's lists, which sbkit doesn't read",
+                         hint='write a train.jsonl with a line {"audio_filepath": PATH, "text": TEXT} for each of '
+                              'wav.scp and text', file=path)
+    raise SbkitError("unknown-corpus", f"{path} is not a corpus that sbkit recognises", hint=_EXPECTED, file=path)
 
 
 def _of_files(kind: type[FileSource], folder: Path, files: Mapping[str, Path], columns: Mapping[str, str],
@@ -140,11 +142,12 @@ def _of_files(kind: type[FileSource], folder: Path, files: Mapping[str, Path], c
         expected = [(shards, number) for number in range(first, first + shards)] or [(0, 0)]
         missing = [number for _, number in expected if (shards, number) not in names]
         if missing:
-            raise SbkitError(f"{folder} lacks {split}-{missing[0]}-of-{shards}: {len(missing)} of {shards} shards",
-                             hint="add what is missing, or name the files: {train: [FILE, FILE]}")
+            raise SbkitError("incomplete-corpus", f"{folder} lacks {split}-{missing[0]}-of-{shards}: {len(missing)} of "
+                             f"{shards} shards", hint="add what is missing, or name the files: {train: [FILE, FILE]}",
+                             file=folder)
         if len(names) > len(expected):
-            raise SbkitError(f"{folder} has {split} in different numbers of shards",
-                             hint="remove those that aren't wanted")
+            raise SbkitError("incomplete-corpus", f"{folder} has {split} in different numbers of shards",
+                             hint="remove those that aren't wanted", file=folder)
     return Mixed({split: [kind({names[place]: files[names[place]]}, columns, data_root) for place in sorted(names)]
                   for split, names in splits.items()})
 
@@ -153,13 +156,15 @@ def _paths(split: str, files: object) -> list[Path]:
     """The paths of a split's files, of which a recipe names one or several."""
     paths = [files] if isinstance(files, (str, Path)) else files
     if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, (str, Path)) for path in paths):
-        raise SbkitError(f"corpus: {split} is {files!r}", hint="expected a file, or a list of files")
+        raise SbkitError("bad-value", f"corpus: {split} is {files!r}", hint="expected a file, or a list of files",
+                         key=f"corpus.{split}", value=files)
     return [Path(path) for path in paths]
 
 
 def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: str | Path | None) -> Source:
     if path.is_dir():
-        raise SbkitError(f"{path} is a folder", hint="name its file of one split, or the folder alone as the source")
+        raise SbkitError("bad-value", f"{path} is a folder",
+                         hint="name its file of one split, or the folder alone as the source", file=path)
     if path.suffix == ".parquet":
         return Parquet({path.stem: [path]}, path, cache, columns)
     kind = JsonLines if path.name.endswith(JsonLines.suffixes) else SpeechBrainCsv  # also of a .tsv

@@ -52,7 +52,7 @@ class HuggingFace(Source):
 
     def unreadable(self, where: str, error: Exception) -> SbkitError:
         """Return the error to raise instead of those of `datasets`, which are of many kinds."""
-        return SbkitError(f"{where} cannot be read: {reason(error)}", hint=self.hint)
+        return SbkitError("unreadable-dataset", f"{where} cannot be read: {reason(error)}", hint=self.hint, value=where)
 
     @abstractmethod
     def load(self, name: str) -> OpenDataset | ParquetFiles:
@@ -111,15 +111,17 @@ class Hub(HuggingFace):
         options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
         for name in options:
             if name not in _HUB_OPTIONS:
-                raise SbkitError(f"{address}: there is no option {name!r}",
-                                 hint=f"options are {', '.join(_HUB_OPTIONS)}")
+                raise SbkitError("bad-hub-address", f"{address}: there is no option {name!r}",
+                                 hint=f"options are {', '.join(_HUB_OPTIONS)}", key=name, value=address)
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.id):
-            raise SbkitError(f"{address} is not the name of a dataset", hint="write hf://owner/name?config=fr")
+            raise SbkitError("bad-hub-address", f"{address} is not the name of a dataset",
+                             hint="write hf://owner/name?config=fr", value=address)
         self.config = options.get("config")
         self.revision = options.get("revision")
         streaming = options.get("streaming", "false")
         if streaming.lower() not in ("true", "false"):
-            raise SbkitError(f"{address}: streaming is {streaming!r}", hint="it is true or false")
+            raise SbkitError("bad-hub-address", f"{address}: streaming is {streaming!r}", hint="it is true or false",
+                             key="streaming", value=streaming)
         self.streaming = streaming.lower() == "true"
         self.where = f"hf://{self.id}" + (f"?config={self.config}" if self.config else "")
 
@@ -190,8 +192,9 @@ class Hub(HuggingFace):
             raise self.unreadable(self.where, error) from error
         if self.config not in configs and (self.config or len(configs) > 1):
             wrong = f"has no config {self.config!r}" if self.config else f"has {len(configs)} configs"
-            raise SbkitError(f"hf://{self.id} {wrong}", hint=f"say which, such as hf://{self.id}?config="
-                             f"{configs[0]}: it has {', '.join(configs)}") from None
+            raise SbkitError("ambiguous-corpus", f"hf://{self.id} {wrong}",
+                             hint=f"say which, such as hf://{self.id}?config={configs[0]}: it has {', '.join(configs)}",
+                             key="config", value=self.config) from None
 
     def load(self, name: str) -> OpenDataset:
         import datasets
@@ -255,8 +258,8 @@ class Parquet(HuggingFace):
         paths = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
         folders = sorted({path.parent for path in paths})
         if len(folders) > 1:
-            raise SbkitError(f"{folder} has parquet files in several folders",
-                             hint=f"choose one of {', '.join(map(str, folders))}")
+            raise SbkitError("ambiguous-corpus", f"{folder} has parquet files in several folders",
+                             hint=f"choose one of {', '.join(map(str, folders))}", file=folder)
         splits: dict[str, list[Path]] = {}
         for path in paths:
             match = _PARQUET_SPLIT.match(path.stem)
@@ -378,8 +381,8 @@ class _Layout:
         texts = column.cast(pa.string())
         longest = pc.max(pc.binary_length(texts)).as_py() or 0
         if longest > MAX_LINE_BYTES:
-            raise SbkitError(f"{self._origin}: a row has {disk.size(longest)} of {name}, and the limit is "
-                             f"{disk.size(MAX_LINE_BYTES)}", hint="is it the right column?")
+            raise SbkitError("malformed-row", f"{self._origin}: a row has {disk.size(longest)} of {name}, and the "
+                             f"limit is {disk.size(MAX_LINE_BYTES)}", hint="is it the right column?", key=name)
         return texts
 
 

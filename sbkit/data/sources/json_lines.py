@@ -117,14 +117,14 @@ def _whole(path: Path) -> list[Any] | None:
             return [_with_id(id_, item) if isinstance(item, dict) else item for id_, item in data.items()]
         return data if isinstance(data, list) else [data]
     except OSError as error:
-        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise SbkitError("cannot-read", f"{path}: cannot be read ({error.strerror or error})", file=path) from None
     except ValueError as error:
         what = f"not UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
     # Outside of the handler, because the error holds the whole text, and a file may be one line.
     if first != b"[" and any(_is_row(line) for _, line in lines(path)):  # "[" begins an array that was cut off
         return None
-    raise SbkitError(f"{path}: neither JSON lines nor one JSON text: {what}",
-                     hint='expected lines such as {"audio_filepath": "a.wav", "text": "the transcript"}')
+    raise SbkitError("malformed-list", f"{path}: neither JSON lines nor one JSON text: {what}",
+                     hint='expected lines such as {"audio_filepath": "a.wav", "text": "the transcript"}', file=path)
 
 
 def _with_id(id_: str, item: dict[str, Any]) -> dict[str, Any]:

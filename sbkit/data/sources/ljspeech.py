@@ -42,10 +42,11 @@ class LJSpeech(Source):
         self.places: dict[str, int] = {}  # the index of each field
         for role, number in columns.items():
             if role in ALIASES and role not in _ROLES:
-                raise SbkitError(f"corpus: columns names the {role}, which {self.path} has no field for",
-                                 hint=f"roles are {', '.join(_ROLES)}")
+                raise SbkitError("bad-value", f"corpus: columns names the {role}, which {self.path} has no field for",
+                                 hint=f"roles are {', '.join(_ROLES)}", key=f"corpus.columns.{role}", file=self.path)
             if not str(number).isdecimal() or int(str(number)) < 1:
-                raise SbkitError(f"corpus: columns: {role} is {number!r}, but {self.path} has no header", hint=_NAMED)
+                raise SbkitError("bad-value", f"corpus: columns: {role} is {number!r}, but {self.path} has no header",
+                                 hint=_NAMED, key=f"corpus.columns.{role}", value=number, file=self.path)
             self.places[role] = int(str(number)) - 1
         self.root = os.path.abspath(folder) if data_root is None else str(data_root).rstrip("/")
 
@@ -126,16 +127,19 @@ class LJSpeech(Source):
         width = len(rows[0]) if rows else 0
         for role, place in self.places.items():
             if rows and place >= width:
-                raise SbkitError(f"corpus: columns: {role} is {place + 1}, but {self.path} has {width} fields")
+                raise SbkitError("bad-value", f"corpus: columns: {role} is {place + 1}, but {self.path} has {width} "
+                                 "fields", key=f"corpus.columns.{role}", value=place + 1, file=self.path)
         if "text" in self.places or width < _MAX_COLUMNS:
             return
         if width > _MAX_COLUMNS:
-            raise SbkitError(f"{self.path} has {width} fields, and LJSpeech {_MAX_COLUMNS}", hint=_NAMED)
+            raise SbkitError("ambiguous-columns", f"{self.path} has {width} fields, and LJSpeech {_MAX_COLUMNS}",
+                             hint=_NAMED, file=self.path)
         texts = {row[1] for row in rows} - {""}
         thirds = {row[2] for row in rows} - {""}
         if 2 * len(thirds) < len(texts) and len(thirds) > 0:
-            raise SbkitError(f"{self.path}: the third field has {len(thirds)} different values for {len(texts)} texts, "
-                             f"such as {min(thirds)[:40]!r}: is it the speaker and not a text?", hint=_NAMED)
+            raise SbkitError("ambiguous-columns", f"{self.path}: the third field has {len(thirds)} different values "
+                             f"for {len(texts)} texts, such as {min(thirds)[:40]!r}: is it the speaker and not a text?",
+                             hint=_NAMED, file=self.path)
 
     def _text(self, row: list[str]) -> str:
         normalised = row[2] if "text" not in self.places and len(row) >= _MAX_COLUMNS else ""

@@ -81,7 +81,8 @@ class ParquetFiles:
             with untrusted.open_regular(path) as file, pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20
                                                                       ) as parquet:
                 if lacking := [name for name in columns if name not in parquet.schema_arrow.names]:
-                    raise SbkitError(f"{path} has no column {lacking[0]}, which {self.paths[0]} has")
+                    raise SbkitError("missing-column", f"{path} has no column {lacking[0]}, which {self.paths[0]} has",
+                                     file=path, key=lacking[0])
                 rows_at_once = _check(path, file, parquet, columns)
                 unpacked = 0
                 limit = max(untrusted.MAX_PACKED * os.fstat(file.fileno()).st_size, _ALL_ANYHOW)
@@ -97,8 +98,9 @@ class ParquetFiles:
                             table = _plain(pa.Table.from_batches([left]))
                             unpacked += table.nbytes
                             if unpacked > limit:
-                                raise SbkitError(f"{path} has {disk.size(file.seek(0, os.SEEK_END))}, and its rows "
-                                                 f"unpack to more than {disk.size(limit)}", hint=_HINT)
+                                raise SbkitError("unsafe-file", f"{path} has {disk.size(file.seek(0, os.SEEK_END))}, "
+                                                 f"and its rows unpack to more than {disk.size(limit)}", hint=_HINT,
+                                                 file=path)
                             yield table
 
 
@@ -115,8 +117,8 @@ def _check(path: Path, file: BinaryIO, parquet: pq.ParquetFile, columns: Sequenc
     size = os.fstat(file.fileno()).st_size
     most_values = size + _ROWS_ANYHOW
     if metadata.num_rows > most_values:
-        raise SbkitError(f"{path} has {metadata.num_rows:,} rows in {disk.size(size)}, which no corpus can have",
-                         hint=_HINT)
+        raise SbkitError("unsafe-file", f"{path} has {metadata.num_rows:,} rows in {disk.size(size)}, which no corpus "
+                         "can have", hint=_HINT, file=path)
     rows_at_once = BATCH
     packed_so_far = 0
     for number in range(metadata.num_row_groups):
@@ -139,17 +141,17 @@ def _check(path: Path, file: BinaryIO, parquet: pq.ParquetFile, columns: Sequenc
             widest = max(widest, repeated, width)
             in_lists = parquet.schema.column(index).max_repetition_level > 0
             if values > most_values or (in_lists and values * repeated > max(untrusted.MAX_PACKED * size, _ALL_ANYHOW)):
-                raise SbkitError(f"{path} has {values:,} values of {column.path_in_schema} in {disk.size(size)}, which "
-                                 "no corpus can have", hint=_HINT)
+                raise SbkitError("unsafe-file", f"{path} has {values:,} values of {column.path_in_schema} in "
+                                 f"{disk.size(size)}, which no corpus can have", hint=_HINT, file=path)
         if unpacked > max(untrusted.MAX_PACKED * packed, _GROUP_ANYHOW):
-            raise SbkitError(f"{path} has {disk.size(packed)} of recordings and texts that unpack to "
-                             f"{disk.size(unpacked)}, too much for any", hint=_HINT)
+            raise SbkitError("unsafe-file", f"{path} has {disk.size(packed)} of recordings and texts that unpack to "
+                             f"{disk.size(unpacked)}, too much for any", hint=_HINT, file=path)
         packed_so_far += packed
         largest_row = max(widest, unpacked // max(1, group.num_rows), 1)
         rows_at_once = max(1, min(rows_at_once, _BATCH_BYTES // largest_row))
     if packed_so_far > size:
-        raise SbkitError(f"{path} has {disk.size(size)}, and its columns have {disk.size(packed_so_far)}: some overlap",
-                         hint=_HINT)
+        raise SbkitError("unsafe-file", f"{path} has {disk.size(size)}, and its columns have "
+                         f"{disk.size(packed_so_far)}: some overlap", hint=_HINT, file=path)
     return rows_at_once
 
 
@@ -202,7 +204,8 @@ def _page_header(path: Path, file: BinaryIO, place: int, most: int) -> tuple[dic
 
 
 def _damaged(path: Path) -> SbkitError:
-    return SbkitError(f"{path} cannot be read: the header of a page is damaged", hint="copy it again")
+    return SbkitError("damaged-download", f"{path} cannot be read: the header of a page is damaged",
+                      hint="copy it again", file=path)
 
 
 class _CompactReader:

@@ -289,7 +289,7 @@ def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
             problem = f"is not a run: it has no {METRICS} and no {RECIPE}"
         elif folder.exists():
             problem = "is a file"
-        raise SbkitError(f"{folder} {problem}", hint="name the output_folder of a run")
+        raise SbkitError("not-a-run", f"{folder} {problem}", hint="name the output_folder of a run", file=folder)
     lines = _read_metrics(folder / METRICS)
     utterances_file = Path(utterances_file) if utterances_file is not None else folder / TEST_UTTERANCES
     rows = utterances.read(utterances_file) if utterances_file.is_file() else []
@@ -329,7 +329,8 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(texts):  # the run was killed, or is writing it just now
                 continue
-            raise SbkitError(f"{path}, line {number}: {error}", hint="remove that line") from None
+            raise SbkitError("damaged-results", f"{path}, line {number}: {error}", hint="remove that line", file=path,
+                             line=number) from None
         if isinstance(value, dict) and "kind" in value:
             lines.append(value)
     return lines
@@ -373,7 +374,7 @@ def _json(path: Path) -> dict[str, Any] | None:
     try:
         return untrusted.parse_json(_bytes(path)) if path.is_file() else None
     except ValueError as error:
-        raise SbkitError(f"{path} is damaged: {error}") from None
+        raise SbkitError("damaged-results", f"{path} is damaged: {error}", file=path) from None
 
 
 def _text(path: Path) -> str:
@@ -384,4 +385,4 @@ def _bytes(path: Path) -> bytes:
     try:
         return untrusted.read_bytes(path, _MAX_BYTES)
     except OSError as error:
-        raise SbkitError(f"{path} can't be read: {error.strerror}") from None
+        raise SbkitError("cannot-read", f"{path} can't be read: {error.strerror}", file=path) from None

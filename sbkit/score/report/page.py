@@ -48,8 +48,9 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
             compared = estimate.compare(other.estimate, data.estimate)
         else:
             missing = data if data.results is None and data.estimate is None else other
-            raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first; "
-                             "one that finished with an older sbkit is scored again by sbkit evaluate")
+            raise SbkitError("no-results", f"{missing.folder} has no scored test set to compare",
+                             hint="let the run finish first; one that finished with an older sbkit is scored again by "
+                                  "sbkit evaluate", file=missing.folder)
     name = REPORT  # a comparison goes next to the run's own
     if other is not None:
         name = f"report-against-{other.name.lstrip('/').replace('/', '-')}.html"
@@ -62,7 +63,8 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
         if other is None and out is None and data.folder == data.run and data.folder.parent.name != EVALUATIONS:
             model_card.write(data)
     except OSError as error:
-        raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --to") from error
+        raise SbkitError("cannot-write", f"cannot write {path}: {error.strerror}",
+                         hint="choose another place with --to", file=path) from error
     if compared is not None:
         log(str(compared))
     return path
