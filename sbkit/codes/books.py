@@ -27,7 +27,7 @@ class InvalidCode(SbkitError):
 
     def __init__(self, message: str, position: tuple[int, ...] = (), level: int = 0, id: int = 0, *,
                  hint: str | None = None):
-        super().__init__(message, hint=hint)
+        super().__init__("code-out-of-range", message, hint=hint, value=id)
         self.position, self.level, self.id = position, level, id
 
 
@@ -117,7 +117,7 @@ class Books:
                 differences.append(f"{field.name} {_shortened(actual)} instead of {_shortened(expected)}")
         if differences:
             raise SbkitError("other-codec", f"{where} has codes of another codec: {', '.join(differences)}",
-                             hint="create them again with this codec, or use the codec that created them", file=where)
+                             hint="create them again with this codec, or use the codec that created them")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the codebooks as JSON data."""
@@ -128,12 +128,11 @@ class Books:
         """Read codebooks from JSON data; raises if it is invalid."""
         names = [field.name for field in fields(cls)]
         if not isinstance(values, Mapping) or sorted(values) != sorted(names) or not isinstance(values["sizes"], list):
-            raise SbkitError("damaged-codes", f"{where} does not describe codebooks: it must have {', '.join(names)}",
-                             file=where)
+            raise SbkitError("damaged-codes", f"{where} does not describe codebooks: it must have {', '.join(names)}")
         try:
             return cls(**{**values, "sizes": tuple(values["sizes"])})
         except SbkitError as error:
-            raise SbkitError("damaged-codes", f"{where}: {error.message}", file=where, key=error.key,
+            raise SbkitError("damaged-codes", f"{where}: {error.message}", key=error.key,
                              value=error.value) from error
 
 

@@ -146,7 +146,8 @@ class UnstorableUtterance(SbkitError):
     """Raised for an utterance that can't be stored: ``.cause`` says why, such as too many frames or too much text."""
 
     def __init__(self, id: str, cause: str):
-        super().__init__(f"{id[:100].encode(errors='backslashreplace').decode()}: {cause}")
+        name = id[:100].encode(errors="backslashreplace").decode()
+        super().__init__("unstorable-utterance", f"{name}: {cause}", value=name)
         self.id, self.cause = id, cause
 
 
@@ -176,11 +177,16 @@ class Codes:
         try:
             values = untrusted.read_json(path, _MANIFEST_BYTES)
         except FileNotFoundError:
-            problem = f"has no codes: there is no {MANIFEST} in it" if self.folder.is_dir() else "does not exist"
-            raise SbkitError(f"{self.folder} {problem}", hint="sbkit tokenize creates one") from None
-        except (OSError, ValueError) as error:
-            cause = getattr(error, "strerror", None) or first_line(error)
-            raise SbkitError("damaged-codes", f"{path} cannot be read: {cause}", file=path) from error
+            hint = "sbkit tokenize creates a folder of codes"
+            if not self.folder.is_dir():
+                raise SbkitError("no-such-path", f"{self.folder} does not exist", hint=hint, file=self.folder) from None
+            raise SbkitError("not-codes", f"{self.folder} has no codes: there is no {MANIFEST} in it", hint=hint,
+                             file=self.folder) from None
+        except OSError as error:
+            raise SbkitError("cannot-read", f"{path} cannot be read: {error.strerror or error}", file=path) from error
+        except ValueError as error:
+            raise SbkitError("damaged-codes", f"{path} cannot be read: {first_line(error)}", hint=_REPAIR,
+                             file=path) from error
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise SbkitError("not-codes", f"{path} does not describe codes", file=path)
         if values.get("version") != VERSION:

@@ -23,7 +23,7 @@ import soundfile
 import soxr
 
 from sbkit.data import container, mp3, tar, true_length
-from sbkit.data.remote import NO_REMOTE, Remote
+from sbkit.data.remote import NO_REMOTE, Remote, UrlNotAllowed
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 
@@ -66,10 +66,12 @@ _MEMBER = re.compile(r"^(?P<path>.+)\?offset=(?P<offset>\d+)&size=(?P<size>\d+)$
 
 
 class AudioError(SbkitError):
-    """Raised for audio that can't be used: ``.wav`` names it, ``.cause`` says why."""
+    """Raised for audio that can't be used: ``.code`` and ``.cause`` say why, ``.wav`` names it."""
 
-    def __init__(self, wav: str, cause: str):
-        super().__init__(f"{wav}: {cause}")
+    def __init__(self, code: str, wav: str, cause: str = ""):
+        if cause == "":  # TRANSITION
+            code, wav, cause = "uncoded", code, wav  # TRANSITION
+        super().__init__(code, f"{wav}: {cause}", file=None if wav.startswith("<") else wav)
         self.wav = wav
         self.cause = cause
 
@@ -213,7 +215,7 @@ def read_bytes(wav: str | os.PathLike[str], remote: Remote = NO_REMOTE) -> bytes
         else:
             data = _shard(path).read(offset, size)
     except OSError as error:
-        raise AudioError(os.fspath(wav), _os_cause(error)) from None
+        raise _unreadable(os.fspath(wav), error) from None
     if size is not None and len(data) != size:
         raise AudioError("damaged-audio", os.fspath(wav), f"the shard ends {size - len(data)} bytes too early")
     return data
@@ -370,21 +372,23 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
         yield OpenRecording(file, name, last, functools.partial(true_length.frames, file, read, size))
     except soundfile.SoundFileError as error:
         if handle is not None and os.path.isdir(f"/proc/self/fd/{handle}"):  # libsndfile only says "System error"
-            cause = "is a folder, not a recording"
-        elif (os.fstat(handle).st_size if handle is not None else len(data)) == 0:
-            cause = "is empty (0 bytes)"
-        else:
-            reason = (getattr(error, "error_string", "") or str(error)).strip().rstrip(".")
-            if not reason or "does not exist" in reason:  # as libsndfile says of some files that are cut off
-                reason = "damaged"
-            cause = f"cannot be decoded: {reason}"
-            if getattr(error, "code", None) == _UNKNOWN_FORMAT:
-                raise UnknownFormat("unknown-audio-format", name, cause) from None
-        raise AudioError(name, cause) from None
+            raise AudioError("cannot-read", name, "is a folder, not a recording") from None
+        if (os.fstat(handle).st_size if handle is not None else len(data)) == 0:
+            raise AudioError("empty-audio", name, "is empty (0 bytes)") from None
+        reason = (getattr(error, "error_string", "") or str(error)).strip().rstrip(".")
+        if not reason or "does not exist" in reason:  # as libsndfile says of some files that are cut off
+            reason = "damaged"
+        if getattr(error, "code", None) == _UNKNOWN_FORMAT:
+            raise UnknownFormat("unknown-audio-format", name, f"cannot be decoded: {reason}") from None
+        raise AudioError("damaged-audio", name, f"cannot be decoded: {reason}") from None
     except OSError as error:
-        raise AudioError(name, _os_cause(error)) from None
-    except (ValueError, MemoryError) as error:
-        raise AudioError(name, str(error) or type(error).__name__) from None
+        raise _unreadable(name, error) from None
+    except container.ContainerError as error:
+        raise AudioError(error.code, name, str(error)) from None
+    except MemoryError:
+        raise AudioError("out-of-memory", name, "there is not enough memory to read it") from None
+    except ValueError as error:  # such as a path with a zero
+        raise AudioError("cannot-read", name, str(error) or type(error).__name__) from None
     finally:
         if file is not None:
             file.close()
@@ -402,8 +406,14 @@ def _decoder(source: int | bytes) -> soundfile.SoundFile | container.ContainerFi
     return soundfile.SoundFile(source if isinstance(source, int) else io.BytesIO(source), closefd=False)
 
 
-def _os_cause(error: OSError) -> str:
-    return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+def _unreadable(name: str, error: OSError) -> AudioError:
+    """Return the error for a file or URL that the system or a server doesn't give."""
+    if isinstance(error, FileNotFoundError):
+        return AudioError("missing-audio", name, "no such file")
+    cause = error.strerror or str(error)
+    if isinstance(error, UrlNotAllowed):
+        return AudioError("url-not-allowed", name, cause)
+    return AudioError("failed-download" if "://" in name else "cannot-read", name, cause)
 
 
 def prefetch(wavs: Iterable[str]) -> None:

@@ -23,6 +23,14 @@ CODECS = ("aac", "aac_fixed", "alac", "flac", "libopus", "mp3", "mp3float", "opu
 _COUNT = re.compile(rb"(?=st(?:sz|z2).{8}(.{4})|trun.{4}(.{4}))", re.DOTALL)
 
 
+class ContainerError(ValueError):
+    """Raised for a container that can't be read; ``code`` is that of the error that the user gets."""
+
+    def __init__(self, code: str, cause: str):
+        super().__init__(cause)
+        self.code = code
+
+
 class ContainerFile:
     """The first audio stream of a file, with what ``sbkit.data.audio`` uses of ``soundfile.SoundFile``; read once, from
     the beginning.
@@ -30,7 +38,7 @@ class ContainerFile:
     source : a descriptor, which stays open, or the bytes of the file
     kind : one of ``DEMUXERS``
 
-    Raises ``ValueError`` if there is no such package, or nothing that can be decoded.
+    Raises ``ContainerError`` if there is no such package, or nothing that can be decoded.
     """
 
     subtype = extra_info = ""
@@ -39,7 +47,8 @@ class ContainerFile:
         try:
             import av
         except ImportError:
-            raise ValueError(f"is {kind} audio, which needs the package av: pip install 'sbkit[av]'") from None
+            raise ContainerError("missing-package", f"is {kind} audio, which needs the package av: pip install "
+                                 "'sbkit[av]'") from None
         self.format = kind
         self._av = av
         self._file = os.fdopen(source, "rb", closefd=False) if isinstance(source, int) else io.BytesIO(source)
@@ -52,10 +61,11 @@ class ContainerFile:
             with self._open() as opened:
                 stream = opened.streams.best("audio")
                 if stream is None:
-                    raise ValueError("holds no audio")
+                    raise ContainerError("empty-audio", "holds no audio")
                 codec = stream.codec_context  # None: FFmpeg itself doesn't know it
                 if codec is None or codec.name not in CODECS:
-                    raise ValueError(f"holds audio of a kind that isn't decoded ({codec.name if codec else 'unknown'})")
+                    raise ContainerError("unknown-audio-format", "holds audio of a kind that isn't decoded "
+                                         f"({codec.name if codec else 'unknown'})")
                 self.samplerate = codec.sample_rate
                 self.channels = codec.channels
                 seconds = float(stream.duration * stream.time_base) if stream.duration else \
@@ -67,7 +77,7 @@ class ContainerFile:
                 # AAC has no header for the whole file, so the length that FFmpeg gives is an estimate.
                 self.declared = max(self.frames, 0 if kind == "AAC" else round(seconds * self.samplerate))
         except av.FFmpegError as error:
-            raise ValueError(f"cannot be decoded: damaged or cut off ({error.strerror})") from None
+            raise ContainerError("damaged-audio", f"cannot be decoded: damaged or cut off ({error.strerror})") from None
 
     def _check_packet_counts(self) -> None:
         """Refuse an MP4 that claims more packets than it has bytes, since FFmpeg takes memory for each claimed one."""
@@ -86,7 +96,8 @@ class ContainerFile:
             self._file.seek(at)
             box = b"" if name == b"mdat" else self._file.read(min(length, size))  # a length may be any of 64 bits
             if b"cmvd" in box:  # of QuickTime files of old
-                raise ValueError("cannot be decoded: its list of packets is compressed, and may claim any number")
+                raise ContainerError("damaged-audio", "cannot be decoded: its list of packets is compressed, and may "
+                                     "claim any number")
             for match in _COUNT.finditer(box):
                 if match[1] is not None:
                     listed += int.from_bytes(match[1], "big")
@@ -97,7 +108,8 @@ class ContainerFile:
             at += length
         # Without a fragment's header, what looks like a fragment's list is a word of a title.
         if listed + (in_fragments if has_fragments else 0) > size:
-            raise ValueError("cannot be decoded: damaged (it claims more packets than it has bytes)")
+            raise ContainerError("damaged-audio", "cannot be decoded: damaged (it claims more packets than it has "
+                                 "bytes)")
 
     def _open(self) -> Any:  # av has types only where it is installed
         self._file.seek(0)

@@ -12,7 +12,7 @@ import numpy as np
 
 from sbkit.data.audio import AudioError, read_bytes, read_utterance, split_member
 from sbkit.data.manifest import Column
-from sbkit.data.measure import run_job
+from sbkit.data.measure import Cause, run_job
 from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.system import untrusted
 from sbkit.system.cores import usable_cores
@@ -156,7 +156,7 @@ class Copies:
         self._blocks: dict[tuple[str, float], list[tuple[str, str]]] = {}
 
     def search(self, split: str, ids: Column, wavs: Column, starts: np.ndarray, durations: np.ndarray, *,
-               keep: bool) -> tuple[dict[int, str], dict[int, str]]:
+               keep: bool) -> tuple[dict[int, str], dict[int, Cause]]:
         """Compare the N rows of a split with those of the splits before; ``keep`` them for the splits after it.
 
         Returns
@@ -165,7 +165,7 @@ class Copies:
         causes : for each row that can't be decoded, the reason
         """
         originals = self._same_bytes(split, ids, wavs, starts, keep)
-        causes: dict[int, str] = {}
+        causes: dict[int, Cause] = {}
         if not self.by_sound:
             return originals, causes
         rows = [i for i in range(len(ids)) if i not in originals]
@@ -182,8 +182,8 @@ class Copies:
                                  workers=self.workers or usable_cores(), remote=self.remote,
                                  worth_processes=WORTH_PROCESSES, journal=None if keep else self.journal, then=compare,
                                  what=f"{split}: copies", show_progress=self.show_progress):
-            if isinstance(answer, str):
-                causes[rows[j]] = answer
+            if isinstance(answer, dict):
+                causes[rows[j]] = Cause(**answer)
                 continue
             name, sound = answer
             if name:
@@ -200,7 +200,7 @@ class Copies:
         blocks: dict[str, str] = {}
         for j, answer in run_job("sbkit.data.copies:block_hash", files, workers=self.workers, remote=self.remote,
                                  what=f"{split}: bytes", show_progress=self.show_progress):
-            if not isinstance(answer, str):  # unreadable files are reported when they are measured or decoded
+            if not isinstance(answer, dict):  # unreadable files are reported when they are measured or decoded
                 blocks.update((files[j], block) for block in answer)
         originals: dict[int, str] = {}
         new = []
@@ -221,7 +221,7 @@ class Copies:
         return originals
 
 
-def block_hash(wav: str, remote: Remote) -> list[str] | str:
+def block_hash(wav: str, remote: Remote) -> list[str] | dict[str, str]:
     """The size of a recording's file and a hash of a block in its middle; empty for a URL; or why it can't be read."""
     path, offset, size = split_member(wav)
     if "://" in path:
@@ -231,14 +231,14 @@ def block_hash(wav: str, remote: Remote) -> list[str] | str:
             size = os.fstat(file.fileno()).st_size if size is None else size
             data = os.pread(file.fileno(), _BLOCK, offset + max(0, size - _BLOCK) // 2)
     except OSError as error:
-        return str(error)
+        return Cause("cannot-read", error.strerror or str(error))._asdict()
     return [f"{size} {hashlib.blake2b(data, digest_size=16).hexdigest()}"]
 
 
-def fingerprint_of(row: tuple[str, float, float], remote: Remote, stride: int) -> list[list[int]] | str:
+def fingerprint_of(row: tuple[str, float, float], remote: Remote, stride: int) -> list[list[int]] | dict[str, str]:
     """The fingerprint of a recording's segment, given by start and duration; or why it can't be decoded."""
     wav, start, duration = row
     try:
         return fingerprint(read_utterance(wav, start, duration, sample_rate=RATE, remote=remote), stride).tolist()
     except AudioError as error:
-        return error.cause
+        return Cause.of(error)._asdict()

@@ -23,7 +23,6 @@ from sbkit.data.copies import Copies
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column, Manifest, mapped_file
 from sbkit.data.prepare import (
-    IN_OTHER_SPLIT,
     RowLimits,
     SplitReport,
     prepare_split,
@@ -582,7 +581,7 @@ class Corpus:
             else:
                 advice.append("the list has whole paths: write $data_root for where they began, and give "
                               "--corpus.data_root where they begin now")
-        if IN_OTHER_SPLIT in left_out:
+        if exclusions.IN_OTHER_SPLIT in left_out:
             advice.append("to see a model learn its own test by heart, give train copies of these recordings")
         # A corpus that is prepared already keeps its own list.
         if not self.report_path.exists():

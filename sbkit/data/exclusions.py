@@ -9,26 +9,56 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
-from sbkit.data.delimited import read_delimited
+from sbkit.data.delimited import header, read_delimited
 from sbkit.data.manifest import Column
 from sbkit.data.presence import existing, file_version
 from sbkit.system.console import atomic_write
 
 NAME = "left_out.csv"
-#: Reasons that may no longer hold later, because the recording appears or changes.
+#: Reasons for which preparation leaves out a row; the first two may no longer hold later, because the recording
+#: appears or changes.
 MISSING = "missing clip"
 UNDECODABLE = "undecodable"
+MALFORMED = "malformed row"
+REFUSED = "refused URL"
+IN_OTHER_SPLIT = "also in dev or test"
+EXCLUDED = "excluded"
+#: The code of each reason, in the order in which preparation looks at them: only the first that applies to a row
+#: counts. An undecodable row has the code of what is wrong with its recording instead.
+CODES = {
+    MALFORMED: "malformed-row",
+    REFUSED: "url-not-allowed",
+    "repeated id": "repeated-id",
+    IN_OTHER_SPLIT: "in-other-split",
+    MISSING: "missing-audio",
+    "no text": "no-text",
+    EXCLUDED: "excluded-row",
+    UNDECODABLE: "damaged-audio",
+    "too short": "clip-too-short",
+    "too long": "clip-too-long",
+    "alphabet": "outside-alphabet",
+    "few words": "few-words",
+    "empty column": "empty-column",
+    "signals of different length": "different-lengths",
+}
 #: Fields that a spreadsheet would take for a formula, also if an apostrophe precedes them already.
 _FORMULA = r"'*[=+\-@\t\r]"
-_COLUMNS = ("split", "ID", "wav", "reason", "detail", "size", "modified")
+_COLUMNS = ("split", "ID", "wav", "reason", "detail", "size", "modified", "code")
 
 
 def rows(split: str, reason: str, ids: Sequence[str], wavs: Sequence[str], details: Sequence[str], *,
-         versions: bool = False) -> pa.Table:
-    """Make a table of N rows left out for one reason; with ``versions`` it has the size and date of their files."""
+         codes: Sequence[str] | None = None, versions: bool = False) -> pa.Table:
+    """Make a table of N rows left out for one reason.
+
+    details : what exactly is wrong with each
+    codes : of each, by default that of the reason
+    versions : whether it has the size and date of their files
+    """
+    if codes is None:
+        codes = [CODES.get(reason, "")] * len(ids)
     file_versions = [file_version(wav) for wav in wavs] if versions else [("", "")] * len(ids)
     sizes, dates = zip(*file_versions, strict=True)
-    columns = ([split] * len(ids), ids, wavs, [reason] * len(ids), details, sizes, dates)
+    columns = ([split] * len(ids), ids, wavs, [reason] * len(ids), details, sizes, dates, codes)
     return pa.table([pa.array(column, pa.large_string()) for column in columns], names=_COLUMNS)
 
 
@@ -40,7 +70,12 @@ def write(folder: Path, tables: Iterable[pa.Table]) -> None:
 
 def read(folder: Path) -> pa.Table:
     """Read ``left_out.csv``."""
-    return read_guarded(folder / NAME, _COLUMNS)
+    path = folder / NAME
+    if "code" in header(path):
+        return read_guarded(path, _COLUMNS)
+    table = read_guarded(path, _COLUMNS[:-1])  # by an earlier version, without codes
+    codes = [CODES.get(reason, "") for reason in table["reason"].to_pylist()]
+    return table.append_column("code", pa.array(codes, pa.large_string()))
 
 
 def write_guarded(path: Path, table: pa.Table) -> None:

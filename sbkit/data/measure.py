@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,9 +34,20 @@ WORTH_A_BAR = 1000
 COMMAND = tuple(helper_process.command("sbkit.data.measure"))
 
 
+class Cause(NamedTuple):
+    """Why a recording can't be used, or what of it isn't read: a code, and words."""
+
+    code: str
+    words: str
+
+    @classmethod
+    def of(cls, error: AudioError) -> Cause:
+        return cls(error.code, error.cause)
+
+
 def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | None = None, remote: Remote = NO_REMOTE,
             whole: bool = True, what: str = "measuring",
-            show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
+            show_progress: bool = True) -> tuple[np.ndarray, dict[int, Cause]]:
     """Read the duration of each recording from its header; the arguments are those of :func:`run_job`.
 
     whole : whether a recording with less audio than its header says counts as unreadable
@@ -45,13 +56,14 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
     what isn't read of others.
     """
     seconds = np.full(len(wavs), np.nan)
-    causes: dict[int, str] = {}
+    causes: dict[int, Cause] = {}
     for i, result in run_job("sbkit.data.measure:measure_one", wavs, (whole,), workers=workers, journal=journal,
                          remote=remote, what=what, show_progress=show_progress):
-        if isinstance(result, str):
-            causes[i] = result
+        if isinstance(result, dict):
+            causes[i] = Cause(**result)
         elif isinstance(result, list):
-            seconds[i], causes[i] = result
+            seconds[i], notice = result
+            causes[i] = Cause("longer-than-header", notice)
         else:
             seconds[i] = result
     return seconds, causes
@@ -63,8 +75,8 @@ def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, wor
         show_progress: bool = True) -> Iterator[tuple[int, Any]]:
     """Run a function on each recording in helper processes; yields its index and the result, in any order.
 
-    job : ``module:function``; called with a recording, ``remote`` and ``further``, it returns JSON data, and a text if
-        it failed
+    job : ``module:function``; called with a recording, ``remote`` and ``further``, it returns JSON data, and an
+        object with the fields of a ``Cause`` if it failed
     wavs : N recordings, as ``job`` takes them: texts, or lists with a text first
     remote : which URLs may be opened
     journal : a file that stores results, so that a later call continues where this one was stopped
@@ -91,7 +103,7 @@ def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, wor
         for indices, results in _results(job, chunks, wavs, (remote, *further), workers,
                                          worth_processes or WORTH_PROCESSES):
             for i, result in zip(indices, results, strict=True):
-                if not isinstance(result, str):  # failures aren't stored, so that they are tried again
+                if not isinstance(result, dict):  # failures aren't stored, so that they are tried again
                     result = then(result)
                     if notes is not None:
                         notes.write(json.dumps([wavs[i], result]) + "\n")
@@ -111,7 +123,7 @@ def _stored_results(journal: Path) -> dict[str, Any]:
     return results
 
 
-def measure_one(wav: str, remote: Remote = NO_REMOTE, whole: bool = True) -> float | str | list[float | str]:
+def measure_one(wav: str, remote: Remote = NO_REMOTE, whole: bool = True) -> float | dict[str, str] | list[float | str]:
     """The duration of a recording in seconds, or why it can't be read, or its duration and what isn't read of it."""
     try:
         with open_recording(wav, wav, remote) as opened:
@@ -119,7 +131,7 @@ def measure_one(wav: str, remote: Remote = NO_REMOTE, whole: bool = True) -> flo
             notice = opened.check_length() if whole else None
             return seconds if notice is None else [seconds, notice]
     except AudioError as error:
-        return error.cause
+        return Cause.of(error)._asdict()
 
 
 def _results(job: str, chunks: list[list[int]], wavs: Sequence[Any], arguments: tuple[Any, ...], workers: int,
@@ -195,7 +207,7 @@ class _Processes(contextlib.AbstractContextManager["_Processes"]):
             if self._closed:
                 return []
             if len(wavs) == 1:
-                return ["crashes the decoder"]
+                return [Cause("damaged-audio", "crashes the decoder")._asdict()]
             results = [result for wav in wavs for result in self.run([wav])]
         else:
             with self._lock:

@@ -18,13 +18,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import sbkit
-from sbkit.data import leaks
+from sbkit.data import exclusions, leaks
 from sbkit.data.columns import Declared, LabelColumn, defaults_to_recording
 from sbkit.data.corpus import Corpus
 from sbkit.data.language_code import LANGUAGE_CODE
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column, Manifest, join
-from sbkit.data.prepare import IN_OTHER_SPLIT, SplitReport, recording_keys, speakers_in
+from sbkit.data.prepare import SplitReport, recording_keys, speakers_in
 from sbkit.data.provenance import hours_by_synthesiser
 from sbkit.data.remote import Remote
 from sbkit.data.splits import SPLITS
@@ -201,7 +201,8 @@ class Mixture(Corpus):
                 needs = needed if name == self.divided else ()
                 manifests[name] = part.prepare(show_progress, needs, needs_text, declared)
             except SbkitError as error:
-                raise SbkitError(f"part {name} of the mixture: {error.message}", hint=error.hint) from error
+                raise SbkitError(error.code, f"part {name} of the mixture: {error.message}", hint=error.hint,
+                                 file=error.file, line=error.line, key=error.key, value=error.value) from error
         self.check_splits(manifests, needed)
         with locked(self.folder / ".lock"):
             facts = [[name, part.language, {split: entry["sha256"] for split, entry in part.prepared["splits"].items()}]
@@ -274,9 +275,14 @@ class Mixture(Corpus):
         entries = [splits[split] for splits in reported if split in splits]
         left_out: dict[str, dict[str, Any]] = {}
         for entry in entries:
-            for reason, count in entry["left_out"].items():
-                total = left_out.setdefault(reason, {"count": 0, "hours": 0.0, "examples": []})
-                left_out[reason] = {name: value + count[name] for name, value in total.items()}
+            for reason, of_part in entry["left_out"].items():
+                total = left_out.setdefault(reason, _none_left_out())
+                total["count"] += of_part["count"]
+                total["hours"] += of_part["hours"]
+                total["examples"] = [*total["examples"], *of_part["examples"]]
+                # A part that was prepared by an earlier version has no codes.
+                codes = of_part.get("codes") or {exclusions.CODES[reason]: of_part["count"]}
+                total["codes"] = dict(Counter(total["codes"]) + Counter(codes))
         outside = sum((Counter(entry["outside_alphabet"]) for entry in entries), Counter[str]())
         return SplitReport(split, "mixture", sum(entry["rows"] for entry in entries), len(manifest), manifest.hours,
                            left_out, dict(outside), speakers=speakers_in(manifest),
@@ -296,9 +302,11 @@ class Mixture(Corpus):
         removed = train.select(held_out)
         logger.warning("%d training rows of the mixture are in the dev or test of another part, and are left "
                        "out: %s", len(removed), ", ".join(removed.ids[:3]))
-        entry = report.left_out.setdefault(IN_OTHER_SPLIT, {"count": 0, "hours": 0.0, "examples": []})
-        entry.update(count=entry["count"] + len(removed), hours=round(entry["hours"] + removed.hours, 3),
-                     examples=[*entry["examples"], *removed.ids[:3]])
+        reason = exclusions.IN_OTHER_SPLIT
+        entry = report.left_out.setdefault(reason, _none_left_out())
+        count = entry["count"] + len(removed)
+        entry.update(count=count, hours=round(entry["hours"] + removed.hours, 3),
+                     examples=[*entry["examples"], *removed.ids[:3]], codes={exclusions.CODES[reason]: count})
         train = train.select(~held_out)
         joint["train"] = train
         report.kept = len(train)
@@ -391,3 +399,8 @@ def hours_of_pass(train: Manifest) -> float:
     hours = hours_of(train)
     return hours[train.once] / train.shares[train.once] if train.once else \
         sum(part_hours for name, part_hours in hours.items() if train.shares[name])
+
+
+def _none_left_out() -> dict[str, Any]:
+    """The entry of a report for a reason that no row was left out for yet."""
+    return {"count": 0, "hours": 0.0, "examples": [], "codes": {}}

@@ -22,9 +22,9 @@ from sbkit.data import exclusions, leaks
 from sbkit.data.audio import length_tolerance
 from sbkit.data.columns import Declared, TextColumn
 from sbkit.data.copies import Copies
-from sbkit.data.exclusions import MISSING, UNDECODABLE
+from sbkit.data.exclusions import CODES, EXCLUDED, IN_OTHER_SPLIT, MALFORMED, MISSING, REFUSED, UNDECODABLE
 from sbkit.data.manifest import SECONDS, Column, Manifest, join
-from sbkit.data.measure import WORTH_A_BAR, measure
+from sbkit.data.measure import WORTH_A_BAR, Cause, measure
 from sbkit.data.presence import existing, refused
 from sbkit.data.provenance import hours_by_synthesiser, synthesised
 from sbkit.data.remote import NO_REMOTE, Remote
@@ -37,12 +37,7 @@ from sbkit.system.console import counted, progress, table
 logger = logging.getLogger(__name__)
 
 #: Reasons for which a row is left out; only the first that applies is counted.
-MALFORMED = "malformed row"
-REFUSED = "refused URL"
-IN_OTHER_SPLIT = "also in dev or test"
-EXCLUDED = "excluded"
-REASONS = (MALFORMED, REFUSED, "repeated id", IN_OTHER_SPLIT, MISSING, "no text", EXCLUDED, UNDECODABLE,
-           "too short", "too long", "alphabet", "few words", "empty column", "signals of different length")
+REASONS = tuple(CODES)
 
 
 class _Limit(NamedTuple):
@@ -59,7 +54,7 @@ _LIMITS = {
                                                 "and max_batch_seconds so that a batch holds them"),
     "too short": _Limit("min_duration", "below", "lower corpus.min_duration to keep them"),
 }
-_CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
+_NUMBER = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
 
 #: Rows that a report shows for each reason.
 _EXAMPLES = 10
@@ -139,31 +134,38 @@ class SplitReport:
 class _Decisions:
     """Which of N rows are left out, each for the first reason that applies.
 
-    codes : [N], by ``_CODE``, each row's reason; 0: it is kept
+    reasons : [N], by ``_NUMBER``, the number of each row's reason; 0: it is kept
     details : by row that is left out, what exactly is wrong with it; written by ``leave_out`` alone, so that a detail
         is always one of the row's reason
+    codes : by row that is left out, the code of what is wrong with its recording, if that differs from the reason's
     bad_beside : by row, the recording of a further column that is missing or damaged, though the row's own is not
     """
 
     def __init__(self, count: int):
-        self.codes = np.zeros(count, np.int8)
+        self.reasons = np.zeros(count, np.int8)
         self.details: dict[int, str] = {}
+        self.codes: dict[int, str] = {}
         self.bad_beside: dict[int, str] = {}
 
     @property
     def kept(self) -> np.ndarray:
         """The numbers of the rows that no reason has applied to so far."""
-        return np.flatnonzero(self.codes == 0)
+        return np.flatnonzero(self.reasons == 0)
 
-    def leave_out(self, reason: str, mask: np.ndarray, detail: Callable[[int], str] | None = None) -> list[int]:
+    def leave_out(self, reason: str, mask: np.ndarray, detail: Callable[[int], str | Cause] | None = None) -> list[int]:
         """Leave out the rows of ``mask`` [N] that are still kept, and return their numbers.
 
         detail : returns what is wrong with a row
         """
-        rows = np.flatnonzero((self.codes == 0) & mask)
-        self.codes[rows] = _CODE[reason]
+        rows = np.flatnonzero((self.reasons == 0) & mask)
+        self.reasons[rows] = _NUMBER[reason]
         if detail is not None:
-            self.details.update((row, detail(row)) for row in rows.tolist())
+            for row in rows.tolist():
+                what = detail(row)
+                if isinstance(what, Cause):
+                    self.codes[row] = what.code
+                    what = what.words
+                self.details[row] = what
         return rows.tolist()
 
 
@@ -225,7 +227,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         seconds, causes = _check_recordings(name, rows, decisions, split, listings, remote, read_headers)
         for row, cause in causes.items():
             if np.isfinite(seconds[row]):
-                causes_of_longer.setdefault(row, f"{name}: {cause}")
+                causes_of_longer.setdefault(row, Cause(cause.code, f"{name}: {cause.words}"))
         if column.aligned:
             _check_lengths(name, rows, durations, seconds, decisions)
         else:
@@ -247,8 +249,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     report.notices += _odd_rows(rows, decisions, is_silence, causes_of_longer)
     if limits.text:
         # Also among rows that repeat an id: mostly the same recording is listed twice, with two texts.
-        repeats = decisions.codes == _CODE["repeated id"]
-        report.notices += _odd_texts(everything, np.flatnonzero((decisions.codes == 0) | repeats))
+        repeats = decisions.reasons == _NUMBER["repeated id"]
+        report.notices += _odd_texts(everything, np.flatnonzero((decisions.reasons == 0) | repeats))
     _report_left_out(report, rows, decisions, durations)
     assert report.rows == report.kept + report.missing, f"{split}: {report.rows} rows, {report.kept} kept, " \
                                                         f"{report.missing} left out"
@@ -271,15 +273,17 @@ def _check_list(rows: Rows, decisions: _Decisions, remote: Remote) -> Rows:
     return renamed
 
 
-def _check_durations(rows: Rows, durations: np.ndarray, causes: Mapping[int, str], limits: RowLimits,
+def _check_durations(rows: Rows, durations: np.ndarray, causes: Mapping[int, Cause], limits: RowLimits,
                      decisions: _Decisions) -> None:
     """Leave out rows that can't be read, with the causes by row, and those beyond the limits of durations."""
     def seconds_of(row: int) -> str:
         return f"{durations[row]:.2f} s"
 
+    def starts_too_late(row: int) -> Cause:
+        return Cause("segment-outside-audio", f"it ends before its start at {rows.starts[row]:.2f} s")
+
     decisions.leave_out(UNDECODABLE, np.isnan(durations), lambda row: causes.get(row, ""))
-    decisions.leave_out(UNDECODABLE, durations <= 0,
-                        lambda row: f"it ends before its start at {rows.starts[row]:.2f} s")
+    decisions.leave_out(UNDECODABLE, durations <= 0, starts_too_late)
     if limits.min_duration is not None:
         decisions.leave_out("too short", durations < limits.min_duration, seconds_of)
     if limits.max_duration is not None:
@@ -308,7 +312,7 @@ def _check_alphabet(texts: Sequence[str], rules: TextRules, limits: RowLimits,
 def _check_recordings(
         name: str, rows: Rows, decisions: _Decisions, split: str, listings: dict[str, pa.Array | None] | None,
         remote: Remote,
-        read_headers: Callable[..., tuple[np.ndarray, dict[int, str]]]) -> tuple[np.ndarray, dict[int, str]]:
+        read_headers: Callable[..., tuple[np.ndarray, dict[int, Cause]]]) -> tuple[np.ndarray, dict[int, Cause]]:
     """Leave out rows whose recording in a further column is missing or unreadable.
 
     Returns the seconds [N], NaN for those that aren't read, and by row why a recording can't be read, or what isn't
@@ -322,9 +326,12 @@ def _check_recordings(
     seconds = np.full(len(rows), np.nan)
     seconds[to_read], causes_by_index = read_headers(list(wavs.take(to_read)), what=f"{split}: {name}")
     causes = {int(to_read[i]): cause for i, cause in causes_by_index.items()}
-    # A recording of no length has no cause.
-    damaged_rows = decisions.leave_out(
-        UNDECODABLE, ~(seconds > 0), lambda row: f"{name}: {causes.get(row, f'{wavs[row]} is empty')}")
+
+    def cause_of(row: int) -> Cause:
+        cause = causes.get(row, Cause("empty-audio", f"{wavs[row]} is empty"))  # one of no length has no cause
+        return Cause(cause.code, f"{name}: {cause.words}")
+
+    damaged_rows = decisions.leave_out(UNDECODABLE, ~(seconds > 0), cause_of)
 
     decisions.bad_beside.update((row, wavs[row]) for row in (*missing_rows, *damaged_rows))
     return seconds, causes
@@ -372,21 +379,21 @@ def _unspoken(rows: Rows, texts: Sequence[str], kept_rows: np.ndarray) -> dict[s
 
 
 def _odd_rows(rows: Rows, decisions: _Decisions, is_silence: np.ndarray,
-              causes_of_longer: Mapping[int, str]) -> list[str]:
+              causes_of_longer: Mapping[int, Cause]) -> list[str]:
     """Notices about rows that are kept without a text, or although their recordings are longer than they say.
 
     causes_of_longer : by row, what was seen in a recording that is longer than its header says
     """
     notices = []
-    kept_silence = np.flatnonzero((decisions.codes == 0) & is_silence)
+    kept_silence = np.flatnonzero((decisions.reasons == 0) & is_silence)
     if len(kept_silence):
         notices.append(f"{counted(len(kept_silence), 'row')} without a text, trained on as silence (nonspeech), "
                        f"such as {rows.ids[int(kept_silence[0])]}")
-    kept_longer = [row for row in causes_of_longer if decisions.codes[row] == 0]
+    kept_longer = [row for row in causes_of_longer if decisions.reasons[row] == 0]
     if kept_longer:
         first = kept_longer[0]
         notices.append(f"{counted(len(kept_longer), 'recording')} longer than the header says, such as "
-                       f"{rows.ids[first]}: {causes_of_longer[first]}")
+                       f"{rows.ids[first]}: {causes_of_longer[first].words}")
     return notices
 
 
@@ -465,13 +472,13 @@ def recording_keys(wavs: Column, starts: np.ndarray) -> Column:
 
 def _durations(
         rows: Rows, decisions: _Decisions, report: SplitReport, check_audio: str,
-        read_headers: Callable[..., tuple[np.ndarray, dict[int, str]]]) -> tuple[np.ndarray, dict[int, str]]:
+        read_headers: Callable[..., tuple[np.ndarray, dict[int, Cause]]]) -> tuple[np.ndarray, dict[int, Cause]]:
     """Measure recordings, and check listed durations.
 
     Returns the seconds of each kept row, NaN if its recording can't be read, and by row why it can't, or what isn't
     read of it.
     """
-    causes: dict[int, str] = {}
+    causes: dict[int, Cause] = {}
     durations = rows.durations.copy()
     durations[(durations == 0) & (rows.starts == 0)] = np.nan  # 0 means not measured
     is_listed = np.isfinite(durations[decisions.kept])
@@ -524,7 +531,7 @@ def _disagree(rows: Rows, durations: np.ndarray, available: np.ndarray) -> np.nd
 def _report_left_out(report: SplitReport, rows: Rows, decisions: _Decisions, durations: np.ndarray) -> None:
     """Write into the report, for each reason, how many rows were left out, with examples and a table of all."""
     for reason in REASONS:
-        indices = np.flatnonzero(decisions.codes == _CODE[reason])
+        indices = np.flatnonzero(decisions.reasons == _NUMBER[reason])
         unparsed = rows.malformed if reason == MALFORMED else []  # which have no columns, and so no numbers
         ids = [*(name for name, _ in unparsed), *rows.ids.take(indices)]
         if not ids:
@@ -534,14 +541,17 @@ def _report_left_out(report: SplitReport, rows: Rows, decisions: _Decisions, dur
                 *(decisions.bad_beside.get(row, wav)
                   for row, wav in zip(indices.tolist(), rows.wavs.take(indices), strict=True))]
         details = [*(wrong for _, wrong in unparsed), *(decisions.details.get(row, "") for row in indices.tolist())]
+        codes = [*([CODES[reason]] * len(unparsed)),
+                 *(decisions.codes.get(row, CODES[reason]) for row in indices.tolist())]
         examples = []
         for id_, wav, detail in itertools.islice(zip(ids, wavs, details, strict=True), _EXAMPLES):
             shown = wav if reason == MISSING and not detail else detail
             examples.append(f"{id_}: {shown}" if shown else id_)
         report.left_out[reason] = {
-            "count": len(ids), "hours": round(float(np.nansum(durations[indices])) / 3600, 3), "examples": examples}
-        report.tables.append(
-            exclusions.rows(report.split, reason, ids, wavs, details, versions=reason == UNDECODABLE))
+            "count": len(ids), "hours": round(float(np.nansum(durations[indices])) / 3600, 3), "examples": examples,
+            "codes": dict(Counter(codes).most_common())}
+        report.tables.append(exclusions.rows(report.split, reason, ids, wavs, details, codes=codes,
+                                             versions=reason == UNDECODABLE))
 
 
 def reason_in_words(reason: str, options: Mapping[str, Any]) -> str:

@@ -42,6 +42,10 @@ def check_schemes(where: str, schemes: Iterable[str]) -> tuple[str, ...]:
     return schemes
 
 
+class UrlNotAllowed(OSError):
+    """Raised for a URL that may not be opened."""
+
+
 @dataclass(frozen=True)
 class Remote:
     """Which URLs may be opened, by default none, and the limits for each.
@@ -69,7 +73,7 @@ class Remote:
     def read(self, url: str, offset: int = 0, size: int | None = None) -> bytes:
         """Download the bytes behind a URL, or ``size`` of them from ``offset`` on; ``OSError`` if that fails."""
         if why := self.refusal(url):
-            raise OSError(why)
+            raise UrlNotAllowed(why)
         limit = int(self.megabytes * 1e6)
         too_large = f"larger than {self.megabytes:g} MB (corpus.url_megabytes)"
         if size is not None and size > limit:

@@ -187,8 +187,8 @@ def _write_lists(manifest: Manifest, sharded: Manifest, order: np.ndarray, shard
     with atomic_write(out / f"{name}-index.json") as file:
         json.dump({"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": name, "shardlist": shard_list}, file,
                   indent=1)
-    left_out = [{"id": manifest.ids[order[shard["first"] + i]], "reason": reason}
-                for shard in shards for i, reason, *_ in shard["left_out"]]
+    left_out = [{"id": manifest.ids[order[shard["first"] + i]], "code": code, "reason": reason}
+                for shard in shards for i, reason, _, _, code in map(_with_code, shard["left_out"])]
     with atomic_write(out / f"{name}-report.json") as file:
         json.dump({"rows": len(manifest), "kept": len(sharded), "left_out": left_out, "hours": sharded.hours,
                    "shards": len(shards)}, file, indent=1, ensure_ascii=False)
@@ -214,7 +214,8 @@ def _write(job: _Job) -> dict[str, Any]:
     complete = (index.get("fingerprint") == fingerprint and job.path.is_file()
                 and job.path.stat().st_size == index["size"])
     # A recording that was left out and has changed since may be readable now.
-    if complete and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
+    left_out_before = map(_with_code, index["left_out"]) if complete else ()
+    if complete and all((size, date) == file_version(job.rows[i].wav) for i, _, size, date, _ in left_out_before):
         return index
     written = []
     left_out = []
@@ -224,7 +225,7 @@ def _write(job: _Job) -> dict[str, Any]:
             try:
                 data, suffix, seconds = encode_row(row, job.encode, job.sample_rate, job.remote)
             except AudioError as error:
-                left_out.append((i, error.cause, *file_version(row.wav)))
+                left_out.append((i, error.cause, *file_version(row.wav), error.code))
                 continue
             key = f"{job.first + i:09d}"
             described = {**row.meta, "id": row.id, "text": row.text, "speaker": row.speaker,
@@ -238,6 +239,12 @@ def _write(job: _Job) -> dict[str, Any]:
     with atomic_write(job.index) as file:
         json.dump(index, file, ensure_ascii=False)
     return index
+
+
+def _with_code(entry: Sequence[Any]) -> Sequence[Any]:
+    """A recording that was left out, by an index: its number, why, its file's size and date, and a code, which indices
+    by earlier versions lack."""
+    return entry if len(entry) == 5 else [*entry, "damaged-audio"]
 
 
 def encode_row(row: Utterance, encode: str | None, sample_rate: int, remote: Remote) -> tuple[bytes, str, float]:

@@ -189,9 +189,12 @@ class Tokenizer:
         try:
             proto = untrusted.read_bytes(self.path, _MAX_BYTES)
         except FileNotFoundError:
-            raise SbkitError(
-                f"{self.path}: there is no tokenizer yet" if self.model is None else f"{self.path}: no such file",
-                hint="prepare the corpus first (sbkit prepare)" if self.model is None else None) from None
+            if self.model is not None:
+                raise SbkitError("no-such-path", f"tokenizer: model: {self.path}: no such file",
+                                 hint="name a SentencePiece model, or leave model out to train one",
+                                 file=self.path) from None
+            raise SbkitError("not-prepared", f"{self.path}: there is no tokenizer yet",
+                             hint="prepare the corpus first (sbkit prepare)", file=self.path) from None
         except OSError as error:
             raise SbkitError("cannot-read", f"{self.path}: cannot be read ({error.strerror})", file=self.path) from None
         try:

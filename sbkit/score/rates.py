@@ -54,16 +54,16 @@ class ErrorRates:
         refs = self._tokens(references)
         hyps = self._tokens(hypotheses)
         # SpeechBrain treats an empty first word, which "".split(" ") gives, as a reference of length zero.
-        _refuse([name for name, ref in zip(ids, refs, strict=True) if not ref or ref[0] == ""],
+        _refuse("empty-reference", [name for name, ref in zip(ids, refs, strict=True) if not ref or ref[0] == ""],
                 "an empty reference", "correct the transcript or leave the utterance out")
-        _refuse([name for name, hyp in zip(ids, hyps, strict=True) if hyp is None], "no hypothesis",
-                "an empty hypothesis is '', and is scored")
+        _refuse("missing-hypothesis", [name for name, hyp in zip(ids, hyps, strict=True) if hyp is None],
+                "no hypothesis", "an empty hypothesis is '', and is scored")
         self._known.update(ids)
         if len(self._known) < len(self.ids) + len(ids):
             self._known = set(self.ids)
             seen = Counter([*ids, *self.ids])
-            _refuse([name for name in dict.fromkeys(ids) if seen[name] > 1], "an id that occurs more than once",
-                    "each utterance is scored once")
+            _refuse("repeated-id", [name for name in dict.fromkeys(ids) if seen[name] > 1],
+                    "an id that occurs more than once", "each utterance is scored once")
         self.ids += ids
         self._counts = None
         self.references += refs
@@ -160,10 +160,10 @@ def first_few(ids: Sequence[str], separator: str = ", ") -> str:
     return separator.join(ids[:_NAMED]) + (f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else "")
 
 
-def _refuse(ids: Sequence[str], what: str, hint: str) -> None:
+def _refuse(code: str, ids: Sequence[str], what: str, hint: str) -> None:
     if ids:
-        raise SbkitError(f"{len(ids)} utterance{'s have' if len(ids) > 1 else ' has'} {what}: {first_few(ids)}",
-                         hint=hint)
+        have = "utterances have" if len(ids) > 1 else "utterance has"
+        raise SbkitError(code, f"{len(ids)} {have} {what}: {first_few(ids)}", hint=hint, value=ids[0])
 
 
 def _picture(reference: Tokens, hypothesis: Tokens, alignment: str) -> str:

@@ -89,8 +89,14 @@ def read_list(path: str | Path) -> list[tuple[bool, str, str]]:
     """Read a list of trials in VoxCeleb's format: lines of 1 (one speaker) or 0, and two recordings."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SbkitError(f"trials: {path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    except FileNotFoundError:
+        raise SbkitError("no-such-path", f"trials: {path}: no such file", file=path) from None
+    except OSError as error:
+        raise SbkitError("cannot-read", f"trials: {path} cannot be read ({error.strerror or error})",
+                         file=path) from None
+    except UnicodeDecodeError as error:
+        raise SbkitError("not-utf8", f"trials: {path} is not UTF-8 ({error})", hint="save it as UTF-8",
+                         file=path) from None
     trials = []
     for number, line in enumerate(lines, 1):
         words = line.split()

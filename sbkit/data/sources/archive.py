@@ -60,7 +60,8 @@ class CommonVoiceArchive(Source):
         try:
             return CommonVoice(self.into, self.language)
         except SbkitError as error:
-            raise SbkitError(f"{self.path}: {error.message}", hint=error.hint) from None
+            raise SbkitError(error.code, f"{self.path}: {error.message}", hint=error.hint, file=error.file,
+                             line=error.line, key=error.key, value=error.value) from None
 
     def names(self) -> list[str]:
         return self.release.names()

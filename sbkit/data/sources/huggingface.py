@@ -126,8 +126,8 @@ class Hub(HuggingFace):
         self.where = f"hf://{self.id}" + (f"?config={self.config}" if self.config else "")
 
     def unreadable(self, where: str, error: Exception) -> SbkitError:
-        why, hint = explain_error(error, self.id, self.revision)
-        return SbkitError(f"{where} cannot be read: {why}", hint=self._hint_prefix + hint)
+        code, why, hint = explain_error(error, self.id, self.revision)
+        return SbkitError(code, f"{where} cannot be read: {why}", hint=self._hint_prefix + hint, value=where)
 
     def _label(self) -> str:
         return _NO_NAME.sub("-", f"{self.id}-{self.config or 'default'}")
@@ -147,7 +147,7 @@ class Hub(HuggingFace):
             stored = self._stored_commit()
             if stored is None:
                 raise self.unreadable(self.where, error) from error
-            why, _ = explain_error(error, self.id, self.revision)
+            _, why, _ = explain_error(error, self.id, self.revision)
             logger.warning("%s: the hub does not return its commit (%s): using the stored one, %s", self.where, why,
                            stored)
             return stored
@@ -394,8 +394,8 @@ _NETWORK = ("check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT another h
 _CLIENTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "aiohttp")
 
 
-def explain_error(error: BaseException, dataset: str, revision: str | None = None) -> tuple[str, str]:
-    """Return a message and a hint for an error while loading ``dataset``."""
+def explain_error(error: BaseException, dataset: str, revision: str | None = None) -> tuple[str, str, str]:
+    """Return a code, a message and a hint for an error while loading ``dataset``."""
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
     from huggingface_hub import constants, errors
@@ -411,26 +411,28 @@ def explain_error(error: BaseException, dataset: str, revision: str | None = Non
         return next((cause for cause in causes if isinstance(cause, kinds)), None)
 
     if first_of(errors.RevisionNotFoundError):
-        return f"it has no revision {revision!r}", f"its branches and commits are on {page}/commits/main"
+        return ("missing-dataset", f"it has no revision {revision!r}",
+                f"its branches and commits are on {page}/commits/main")
     if first_of(errors.GatedRepoError, DatasetNotFoundError):  # `datasets` hides the cause
-        return reason(error), f"ask for access on {page} and log in: {_LOG_IN}"
+        return "no-access", reason(error), f"ask for access on {page} and log in: {_LOG_IN}"
     if first_of(errors.RepositoryNotFoundError):
-        return "the hub has no such dataset, or it is private", f"check the name; for a private one log in: {_LOG_IN}"
+        return ("missing-dataset", "the hub has no such dataset, or it is private",
+                f"check the name; for a private one log in: {_LOG_IN}")
     network_errors = [cause for cause in causes if isinstance(cause, (ConnectionError, TimeoutError, socket.gaierror))
                       or type(cause).__module__.partition(".")[0] in _CLIENTS]
     if network_errors and constants.HF_HUB_OFFLINE:
-        return ("it is not in the cache, and HF_HUB_OFFLINE forbids asking the hub",
+        return ("no-network", "it is not in the cache, and HF_HUB_OFFLINE forbids asking the hub",
                 "unset HF_HUB_OFFLINE to download it")
     if first_of(DataFilesNotFoundError, EmptyDatasetError):
-        return "it has no files that `datasets` can load", f"look at what it has: {page}/tree/main"
+        return "missing-dataset", "it has no files that `datasets` can load", f"look at what it has: {page}/tree/main"
     answer = first_of(errors.HfHubHTTPError)
     if answer is not None and answer.response.status_code == 401:
-        return "the hub refuses your token", f"log in again: {_LOG_IN}"
+        return "no-access", "the hub refuses your token", f"log in again: {_LOG_IN}"
     if answer is not None and answer.response.status_code == 403:
-        return reason(answer), f"log in with an account that may read {page}: {_LOG_IN}"
+        return "no-access", reason(answer), f"log in with an account that may read {page}: {_LOG_IN}"
     if answer is not None or network_errors:
-        return f"{reason(answer or network_errors[-1])} ({constants.ENDPOINT})", _NETWORK
-    return reason(error), f"look at its files: {page}/tree/main"
+        return "no-network", f"{reason(answer or network_errors[-1])} ({constants.ENDPOINT})", _NETWORK
+    return "unreadable-dataset", reason(error), f"look at its files: {page}/tree/main"
 
 
 def reason(error: BaseException) -> str:
