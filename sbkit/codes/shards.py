@@ -188,7 +188,7 @@ class Codes:
             raise SbkitError("damaged-codes", f"{path} cannot be read: {first_line(error)}", hint=_REPAIR,
                              file=path) from error
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise SbkitError("not-codes", f"{path} does not describe codes", file=path)
+            raise SbkitError("not-codes", f"{path} is not the manifest of a folder of codes", file=path)
         if values.get("version") != VERSION:
             raise SbkitError("newer-version", f"{path} has version {shown(values.get('version'))}, but this sbkit "
                              f"reads version {VERSION}", hint="install a newer sbkit", file=path,

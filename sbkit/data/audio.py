@@ -268,8 +268,8 @@ class OpenRecording(NamedTuple):
             wanted = round(duration * rate)
         at = min(first, self.exact)
         if block_seconds is None and first - at + wanted > MAX_SECONDS * rate:
-            raise AudioError("clip-too-long", name, f"{(first - at + wanted) / rate / 3600:.1f} hours at once; the "
-                             f"limit is {MAX_SECONDS / 3600:.0f} (read parts of it with start and duration)")
+            raise AudioError("clip-too-long", name, f"has {(first - at + wanted) / rate / 3600:.1f} hours, but at most "
+                             f"{MAX_SECONDS / 3600:.0f} can be read at once (read parts of it with start and duration)")
         if at:
             file.seek(at)
         file.seekable = lambda: False  # otherwise soundfile seeks after each read, which is slow, and inexact for MP3
@@ -358,7 +358,7 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             file.close()
             file = _decoder(whole)
         if not MIN_RATE <= file.samplerate <= MAX_RATE:
-            raise AudioError("damaged-audio", name, f"has a header with a sample rate of {file.samplerate} Hz")
+            raise AudioError("damaged-audio", name, f"its header is damaged: a sample rate of {file.samplerate} Hz")
         if file.frames <= 0:
             raise AudioError("empty-audio", name, "holds no audio")
         if file.frames > NO_LENGTH:

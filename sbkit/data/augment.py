@@ -65,9 +65,9 @@ class Augment:
         all_stages: Sequence[Any] = stages  # callables, some with further attributes
         for stage in all_stages:
             if type(stage).__module__.partition(".")[0] in ("speechbrain", "torchaudio"):
-                raise SbkitError("bad-value", f"augment: {type(stage).__name__} computes batches of tensors, and a "
-                                 "stage gets an array and a random generator",
-                                 hint="take one of sbkit.data.augment, such as SpeedPerturb", key="augment")
+                raise SbkitError("bad-value", f"augment: {type(stage).__name__} can't be used here: it computes on "
+                                 "batches of tensors, but a stage gets one array and a random generator",
+                                 hint="use one of sbkit.data.augment, such as SpeedPerturb", key="augment")
         speeds = [stage for stage in all_stages if isinstance(stage, SpeedPerturb)]
         if len(speeds) > 1 or (speeds and all_stages[0] is not speeds[0]):
             raise SbkitError("bad-value", "augment: SpeedPerturb may appear only once, as the first stage",
@@ -374,7 +374,7 @@ class AudioFiles:
         if self._paths is None:
             if not os.path.isdir(self.folder):
                 raise SbkitError("no-such-path", f"{self.owner}: {self.folder} is not a folder",
-                                 hint="copy its recordings there, or name their folder", file=self.folder)
+                                 hint="copy the recordings there, or name the folder that has them", file=self.folder)
             below = Path(self.folder).rglob("*")
             self._paths = sorted(str(path) for path in below if path.suffix.lower() in SUFFIXES)
             if not self._paths:

@@ -153,7 +153,7 @@ class Corpus:
         for option in ("splits", "limit_splits", "skip_short_texts", "only"):
             check_splits(option, getattr(self, option))
         if not self.only:
-            raise SbkitError("bad-value", "corpus: only names no split", hint=f"splits are {', '.join(SPLITS)}",
+            raise SbkitError("bad-value", "corpus: only is empty", hint=f"name one or more of {', '.join(SPLITS)}",
                              key="corpus.only")
         if self.check_audio not in ("sample", "all", "decode"):
             raise SbkitError("bad-value", f"corpus: check_audio is {self.check_audio!r}",
@@ -232,7 +232,7 @@ class Corpus:
     def _check_unprotected(self) -> None:
         if self._trained_run is not None and self.report_path.is_file():
             raise SbkitError("corpus-changed", f"{self.folder} has the manifests that the run in {self._trained_run} "
-                             "was trained on, and this corpus or its options are others",
+                             "was trained on, but the corpus or its options have changed since",
                              hint="choose another --output_folder", file=self.folder)
 
     def load(self) -> dict[str, Manifest]:
@@ -241,7 +241,7 @@ class Corpus:
             self.report = json.loads(self.report_path.read_text(encoding="utf-8"))
             names = list(self.report["splits"])
         except FileNotFoundError:
-            raise SbkitError("not-prepared", f"{self.folder} has no prepared corpus",
+            raise SbkitError("not-prepared", f"{self.folder} does not contain a prepared corpus",
                              hint="prepare it first (sbkit prepare)", file=self.folder) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SbkitError("damaged-preparation", f"{self.report_path} is damaged ({error})",
@@ -353,7 +353,7 @@ class Corpus:
         """Store what the task needs: whether texts, and which of its columns the source must have."""
         for role in self.columns:
             if role not in ALIASES and role not in columns:
-                raise SbkitError("unknown-key", f"corpus: columns names the unknown role {role!r}",
+                raise SbkitError("unknown-key", f"corpus: columns has the unknown role {role!r}",
                                  hint=f"roles are {', '.join([*ALIASES, *columns])}", key="corpus.columns", value=role)
         self._needs_text = needs_text
         self._declared = {name: column for name, column in columns.items()
@@ -476,8 +476,9 @@ class Corpus:
             return chosen, False
         not_in_only = [split for split in missing if split not in self.only]
         if not_in_only:
-            raise SbkitError("missing-split", f"corpus: only leaves out {' and '.join(not_in_only)}",
-                             hint=f"add {not_in_only[0]}, or delete only", key="corpus.only", value=not_in_only[0])
+            raise SbkitError("missing-split", f"corpus: only leaves out {' and '.join(not_in_only)}, which this "
+                             "command needs", hint=f"add {not_in_only[0]}, or delete only", key="corpus.only",
+                             value=not_in_only[0])
         is_one_list = len(source.names()) == 1 and list(chosen) == ["train"]
         divides = is_one_list and set(self.only) == set(SPLITS)
         if not divides:
@@ -577,12 +578,13 @@ class Corpus:
             folders = [os.path.abspath(folder) for folder in (self.data_root, *source.folders) if folder is not None]
             missing_clip = left_out[exclusions.MISSING]["examples"][0]
             if any(folder in missing_clip for folder in folders):
-                advice.append("--corpus.data_root is where relative paths begin, and what $data_root in the list means")
+                advice.append("set --corpus.data_root to the folder where relative paths start; it replaces "
+                              "$data_root, too")
             else:
-                advice.append("the list has whole paths: write $data_root for where they began, and give "
-                              "--corpus.data_root where they begin now")
+                advice.append("the list has absolute paths: write $data_root for their beginning, and set "
+                              "--corpus.data_root to the folder where the recordings are now")
         if exclusions.IN_OTHER_SPLIT in left_out:
-            advice.append("to see a model learn its own test by heart, give train copies of these recordings")
+            advice.append("to overfit on purpose, give train copies of these recordings")
         # A corpus that is prepared already keeps its own list.
         if not self.report_path.exists():
             exclusions.write(self.folder, _left_out_tables(reports))

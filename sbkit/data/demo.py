@@ -187,7 +187,7 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
         (temporary / provenance.CLIPS).mkdir()
         jobs = ((clip, temporary / provenance.CLIPS / _file_name(clip, language)) for clip in clips)
         milliseconds = list(progress(
-            run(_record, jobs), what=f"Synthesising {hours:g} h of {language}", total=len(clips), unit="clip",
+            run(_record, jobs), what=f"synthesising {hours:g} h of {language}", total=len(clips), unit="clip",
             show=show_progress,
         ))
         write_tables(temporary, clips, milliseconds, language)

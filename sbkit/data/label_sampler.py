@@ -39,21 +39,19 @@ class LabelSampler:
         self.longest = float(durations[enough[labels]].max(initial=0.0))
         fits = int(step_seconds / (self.clips * max(self.longest, 1e-6)) + 1e-6)
         self.labels_per_step = fits
-        what = f"step_seconds ({step_seconds:g} s) holds {fits} times {self.clips} clips of " \
-               f"{self.longest:g} s"
+        what = f"step_seconds ({step_seconds:g} s) has room for {fits} values of {name} with {self.clips} clips of " \
+               f"{self.longest:g} s each"
         if enough.sum() < 2:
-            raise SbkitError("impossible-batching", f"clips_per: {int(enough.sum())} values of the column {name} have "
-                             f"{self.clips} clips or more", hint="lower the number, or check the column",
-                             key="clips_per")
+            raise SbkitError("impossible-batching", f"clips_per: a step needs two values of the column {name} with "
+                             f"{self.clips} clips or more, and the training set has {int(enough.sum())}",
+                             hint="lower the number of clips_per, or check the column", key="clips_per")
         if fits < 2:
-            raise SbkitError("impossible-batching", f"clips_per: {what}, but a step needs clips of at least two values "
-                             f"of {name}",
+            raise SbkitError("impossible-batching", f"clips_per: {what}, but a step needs two or more",
                              hint=f"raise step_seconds to {2 * self.clips * self.longest:g} or more, or crop the clips",
                              key="clips_per")
         if fits > enough.sum():
-            raise SbkitError("impossible-batching", f"clips_per: {what}, each of another {name}, but only "
-                             f"{int(enough.sum())} have enough clips",
-                             hint=f"lower step_seconds to {int(enough.sum()) * self.clips * self.longest:g}",
+            raise SbkitError("impossible-batching", f"clips_per: {what}, but only {int(enough.sum())} have that many "
+                             "clips", hint=f"lower step_seconds to {int(enough.sum()) * self.clips * self.longest:g}",
                              key="clips_per")
         # The largest number of steps that can each have this many groups with different labels.
         self.steps = bisect.bisect_left(range(1, int(possible.sum()) // fits + 1), True,
@@ -61,9 +59,9 @@ class LabelSampler:
         self.edges = np.array([self.longest])
         self.lengths = np.full(self.steps, fits * self.clips)
         if fits * self.clips < least:
-            raise SbkitError("impossible-batching", f"clips_per gives a step {fits * self.clips} utterances, but "
-                             f"min_batch_utterances is {least}", hint="raise step_seconds, or lower it",
-                             key="clips_per")
+            raise SbkitError("impossible-batching", f"clips_per: a step has {fits * self.clips} utterances, but "
+                             f"min_batch_utterances is {least}",
+                             hint="raise step_seconds, or lower min_batch_utterances", key="clips_per")
         self._taken = self.clips * np.minimum(possible, self.steps)
 
     def draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, np.ndarray]:

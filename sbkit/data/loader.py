@@ -145,8 +145,9 @@ class _Loader:
             self.damaged[name] = reason
         for name, what in batch.goes_on:
             if name not in self._warned_of and len(self._warned_of) < NAMED:
-                logger.warning("%s: %s: only its begin is read, with the whole text. Prepare the corpus again with "
-                               "its check_audio: all, which measures every recording", name, what)
+                logger.warning("%s: %s: only its beginning is read, although its text may be that of the whole "
+                               "recording. Prepare the corpus again with check_audio: all, which measures every one",
+                               name, what)
                 self._warned_of.add(name)
         if self._failed > self.damaged_floor + self.max_damaged_share * self._read:
             first = "; ".join(f"{name}: {reason}" for name, reason in list(self.damaged.items())[:NAMED])

@@ -85,7 +85,7 @@ class Mixture(Corpus):
                              hint="use letters, digits, - and _", key="parts", value=wrong[0])
         if best_by not in (MEAN, *parts):
             raise SbkitError("unknown-part", f"mixture: best_by is {best_by!r}",
-                             hint=f"it is {MEAN} or one of {', '.join(parts)}", key="best_by", value=best_by)
+                             hint=f"use {MEAN} or one of {', '.join(parts)}", key="best_by", value=best_by)
         languages = {part.language for part in parts.values()}
         rules = [part.text for part in parts.values()]
         alike = all(part_rules.options() == rules[0].options() for part_rules in rules)
@@ -102,11 +102,11 @@ class Mixture(Corpus):
         self.best_by = best_by
         self.once = once
         if once is not None and once not in list(self.parts):
-            raise SbkitError("unknown-part", f"mixture: once is {once!r}, which is no part",
+            raise SbkitError("unknown-part", f"mixture: once names {once!r}, which is not a part",
                              hint=f"parts are {', '.join(parts)}", key="once", value=once)
         if once is not None and self.weights is not None and not self.weights[once]:
-            raise SbkitError("conflicting-options", f"mixture: once is {once!r}, whose weight is 0",
-                             hint="raise it, or name another part", key="once", value=once)
+            raise SbkitError("conflicting-options", f"mixture: once names {once!r}, whose weight is 0",
+                             hint="raise its weight, or name another part", key="once", value=once)
         require("mixture: temperature", temperature, Nullable(POSITIVE))
         if weights is not None and temperature is not None:
             raise SbkitError("conflicting-options", "mixture: weights and temperature both set the share of each part",
@@ -120,7 +120,7 @@ class Mixture(Corpus):
                              key="weights", value=weights)
         for name in weights:
             if name not in self.parts:
-                raise SbkitError("unknown-part", f"mixture: weights names {name!r}, which is no part",
+                raise SbkitError("unknown-part", f"mixture: weights names {name!r}, which is not a part",
                                  hint=f"parts are {', '.join(self.parts)}", key="weights", value=name)
             require(f"mixture: weights: {name}", weights[name], NOT_NEGATIVE)
         missing = [name for name in self.parts if name not in weights]
@@ -176,7 +176,7 @@ class Mixture(Corpus):
         weights = self.weights or {name: part_hours ** power for name, part_hours in hours.items()}
         total = sum(weights.get(name, 0) for name in hours)
         if not total:
-            raise SbkitError("part-without-rows", "mixture: weights: no part with training audio has a weight",
+            raise SbkitError("part-without-rows", "mixture: weights: no part with training audio has a weight above 0",
                              hint=f"parts with training audio are {', '.join(hours)}", key="weights")
         return {name: weights.get(name, 0) / total for name in hours}
 
@@ -226,21 +226,19 @@ class Mixture(Corpus):
         """Refuse parts that together lack a split which a run needs, or a split that an option takes for granted."""
         for split in needed:
             if not any(split in splits for splits in splits_of_parts.values()):
-                raise SbkitError("missing-split", f"no part of the mixture has a {split} split, and parts aren't "
-                                 "divided",
-                                 hint=f"give one part a list for it: its splits names it, e.g. {{{split}: NAME}}",
-                                 value=split)
+                raise SbkitError("missing-split", f"no part of the mixture has a {split} split",
+                                 hint=f"name one in the splits of a part, such as {{{split}: NAME}}", value=split)
         untrained = [name for name, weight in (self.weights or {}).items()
                      if weight and "train" not in splits_of_parts[name]]
         if untrained:
-            raise SbkitError("part-without-rows", f"part {untrained[0]} of the mixture has a weight but no training "
+            raise SbkitError("part-without-rows", f"mixture: the part {untrained[0]} has a weight, but no training "
                              "rows", hint="give it a train split, or set its weight to 0", key="weights",
                              value=untrained[0])
         if self.once is not None and "train" not in splits_of_parts[self.once]:
-            raise SbkitError("part-without-rows", f"once: part {self.once} of the mixture has no training rows",
-                             hint="name another part", key="once", value=self.once)
+            raise SbkitError("part-without-rows", f"mixture: once names the part {self.once}, which has no training "
+                             "rows", hint="name another part", key="once", value=self.once)
         if self.best_by in splits_of_parts and "dev" not in splits_of_parts[self.best_by] and "dev" in needed:
-            raise SbkitError("missing-split", f"best_by: part {self.best_by} of the mixture has no dev split",
+            raise SbkitError("missing-split", f"mixture: best_by names the part {self.best_by}, which has no dev split",
                              hint=f"name another part, or {MEAN}", key="best_by", value="dev")
 
     def _join(self, manifests: Mapping[str, Mapping[str, Manifest]], declared: Declared, fingerprint: str) -> None:

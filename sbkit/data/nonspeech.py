@@ -173,11 +173,12 @@ class NonSpeech:
         require("nonspeech: under", under, NOT_NEGATIVE)
         if share > 0.9:
             raise SbkitError("bad-value", f"nonspeech: share is {share:g}, which leaves too little speech to learn "
-                             "from", hint="a share of the audio of training, at most 0.9; 0.1 is usual",
+                             "from", hint="it must be a share of the training audio, at most 0.9; 0.1 is usual",
                              key="nonspeech.share", value=share)
         if under > 1:
             raise SbkitError("bad-value", f"nonspeech: under is {under:g}",
-                             hint="a share of the corpus' rows, from 0 to 1", key="nonspeech.under", value=under)
+                             hint="it must be a share of the corpus's rows, from 0 to 1", key="nonspeech.under",
+                             value=under)
         self.share = float(share)
         self.under = float(under)
         self.files = None if folder is None else AudioFiles(folder, "nonspeech")

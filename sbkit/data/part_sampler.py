@@ -57,7 +57,7 @@ class PartSampler:
         audio = np.bincount(parts.numbers, weights=seconds, minlength=part_count)
         drawn = shares > 0
         if not (drawn & (audio > 0)).any() or (drawn & (audio == 0)).any():
-            raise SbkitError("part-without-rows", "a part of the mixture has a share but no training audio",
+            raise SbkitError("part-without-rows", "a part of the mixture has a weight, but no training audio",
                              hint="set its weight to 0")
         self.times = np.divide(shares / shares.sum() * audio[drawn].sum(), audio, where=drawn, out=np.zeros(part_count))
         if parts.once is not None:

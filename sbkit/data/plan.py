@@ -90,8 +90,8 @@ class Batching:
         if self.auto:
             if self.step_seconds is None:
                 raise SbkitError("impossible-batching", "batching: max_batch_seconds: auto needs step_seconds",
-                                 hint="give the audio of an update, as what is learnt may not depend on memory",
-                                 key="max_batch_seconds", value="auto")
+                                 hint="set step_seconds, the seconds of audio of an optimizer step: otherwise the "
+                                      "result would depend on the GPU's memory", key="max_batch_seconds", value="auto")
             self.max_batch_seconds = self.step_seconds
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             allowed = SIZE if name in ("buckets", "max_batch_utterances") else POSITIVE
@@ -106,8 +106,9 @@ class Batching:
             for name, clips in self.clips_per.items():
                 require(f"batching: clips_per: {name}", clips, SIZE)
             if self.buckets is not None or self.sort not in (None, "random"):
-                raise SbkitError("conflicting-options", "batching: clips_per groups utterances by label, but buckets "
-                                 "and sort by duration", hint="leave these out", key="batching.clips_per")
+                raise SbkitError("conflicting-options", "batching: clips_per can't be combined with buckets or sort: "
+                                 "it groups utterances by label, and these by duration",
+                                 hint="leave out buckets and sort", key="batching.clips_per")
         require("batching: round_seconds", self.round_seconds, Nullable(NOT_NEGATIVE))
         require("batching: min_steps", self.min_steps, COUNT)
         require("batching: seed", self.seed, Number(whole=True))
@@ -118,8 +119,9 @@ class Batching:
             raise SbkitError("bad-value", f"batching: pad_to_shapes is {self.pad_to_shapes!r}",
                              hint="it is true, false or null", key="batching.pad_to_shapes", value=self.pad_to_shapes)
         if self.pad_to_shapes and self.clips_per is not None:
-            raise SbkitError("conflicting-options", "batching: pad_to_shapes pads buckets, but clips_per has none",
-                             hint="leave one out; clips that are cropped have one shape anyway",
+            raise SbkitError("conflicting-options", "batching: pad_to_shapes can't be combined with clips_per, which "
+                             "makes no buckets to pad",
+                             hint="leave out pad_to_shapes; cropped clips have one shape anyway",
                              key="batching.pad_to_shapes")
         if self.step_seconds is None:
             self.step_seconds = self.max_batch_seconds
@@ -184,8 +186,9 @@ class Plan:
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
         _refuse(self.durations, batching, ids)
         if labels is not None and parts is not None:
-            raise SbkitError("conflicting-options", "clips_per groups utterances by label, but a mixture by part",
-                             hint="leave one out", key="clips_per")
+            raise SbkitError("conflicting-options", "batching: clips_per can't be used for a mixture: it groups "
+                             "utterances by label, and a mixture by part",
+                             hint="leave out clips_per, or train on one corpus", key="clips_per")
         if round_seconds:
             units = unit_of(self.durations, round_seconds)
             rounded = (np.ceil(self.durations / units - 1e-4) * units).astype(np.float32)
@@ -471,8 +474,8 @@ def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None
                          hint="prepare the corpus again")
     long = np.flatnonzero(durations > batching.max_batch_seconds * (1 + 1e-6))
     if len(long):
-        raise SbkitError("clip-too-long", f"utterances longer than max_batch_seconds ({batching.max_batch_seconds:g} "
-                         f"s), which a device holds at once: {some(long)}",
+        raise SbkitError("clip-too-long", "utterances are longer than max_batch_seconds "
+                         f"({batching.max_batch_seconds:g} s), the audio of a whole micro-batch: {some(long)}",
                          hint="raise max_batch_seconds, or prepare with a smaller max_duration",
                          key="max_batch_seconds", value=batching.max_batch_seconds)
     min_capacity = batching.min_capacity
@@ -480,16 +483,18 @@ def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None
         return
     if len(durations) < batching.min_batch_utterances:
         raise SbkitError("impossible-batching", f"the training set has {len(durations)} utterances, but "
-                         f"min_batch_utterances is {batching.min_batch_utterances}", hint="lower it",
-                         key="min_batch_utterances", value=batching.min_batch_utterances)
+                         f"min_batch_utterances is {batching.min_batch_utterances}",
+                         hint="lower min_batch_utterances, or add data", key="min_batch_utterances",
+                         value=batching.min_batch_utterances)
     if (batching.max_batch_utterances or min_capacity) < min_capacity:
-        raise SbkitError("impossible-batching", f"max_batch_utterances is {batching.max_batch_utterances}",
-                         hint=f"this min_batch_utterances or clips_per needs {min_capacity} or more",
-                         key="max_batch_utterances", value=batching.max_batch_utterances)
+        raise SbkitError("impossible-batching", f"max_batch_utterances is {batching.max_batch_utterances}, but "
+                         f"min_batch_utterances or clips_per needs {min_capacity} or more",
+                         hint="raise max_batch_utterances", key="max_batch_utterances",
+                         value=batching.max_batch_utterances)
     long = np.flatnonzero(min_capacity * durations > batching.max_batch_seconds * (1 + 1e-6))
     if len(long):
         raise SbkitError("impossible-batching", f"max_batch_seconds ({batching.max_batch_seconds:g} s) is too small: "
-                         f"because of min_batch_utterances or clips_per it must hold {min_capacity} utterances of any "
-                         f"length, such as {some(long)}",
+                         f"min_batch_utterances or clips_per needs room for {min_capacity} utterances, also of the "
+                         f"longest: {some(long)}",
                          hint=f"raise it to {min_capacity * float(durations.max()):g}, or crop or leave out longer "
                               "ones", key="max_batch_seconds", value=batching.max_batch_seconds)

@@ -50,8 +50,8 @@ class _Limit(NamedTuple):
 
 #: The reasons that are limits.
 _LIMITS = {
-    "too long": _Limit("max_duration", "above", "cut them at pauses, with their texts, or raise corpus.max_duration, "
-                                                "and max_batch_seconds so that a batch holds them"),
+    "too long": _Limit("max_duration", "above", "cut them at pauses, together with their texts, or raise "
+                                                "corpus.max_duration and max_batch_seconds"),
     "too short": _Limit("min_duration", "below", "lower corpus.min_duration to keep them"),
 }
 _NUMBER = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
@@ -584,7 +584,8 @@ def summarize(report: Mapping[str, Any], fresh: bool = True) -> str:
     lines = [f"{synthesised(report) or report['source']['kind']}: {report['source']['where']}",
              table(["split", "rows", "kept", "hours", *reasons], rows)]
     if report["source"].get("divided"):
-        lines.append("dev and test: sentences of the only list, by their hashes; --corpus.splits names other lists")
+        lines.append("dev and test were split off the only list, by hashes of sentences; --corpus.splits chooses "
+                     "other lists")
     for split, entry in splits.items():
         notes = _notes(entry, report.get("options", {}), fresh)
         lines += [f"{split}: {note}" for note in notes]
@@ -627,7 +628,7 @@ def _notes(entry: Mapping[str, Any], options: Mapping[str, Any], fresh: bool) ->
                      "measured")
     if durations.get("disagree"):
         notes.append(f"{durations['disagree']} of {durations['checked']} listed durations that were checked differ "
-                     "from the audio, and are replaced by its own")
+                     "from the audio, and were replaced by measured ones")
     return notes
 
 

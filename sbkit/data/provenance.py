@@ -54,7 +54,7 @@ def synthesised(report: Mapping[str, Any]) -> str:
     share = sum(hours.values()) / max(total, 1e-9)
     names = " and ".join(hours)
     if share >= _ALL:
-        return f"speech synthesised by {names} (nobody was recorded)"
+        return f"speech synthesised by {names} (no recordings of people)"
     return f"{100 * share:.3g} % of the audio is speech synthesised by {names}"
 
 

@@ -103,8 +103,8 @@ class Reader(Dataset[Any]):
         except SbkitError as error:
             return Failure(error, None)
         except Exception as error:  # raised in the main process, with this traceback
-            where = f"epoch {request.epoch}, step {request.step}"
-            cause = f"reading {where} failed: {type(error).__name__}: {error}"
+            cause = (f"reading a batch failed (epoch {request.epoch}, step {request.step}): {type(error).__name__}: "
+                     f"{error}")
             return Failure(SbkitError("task-code-failed", cause), traceback.format_exc())
 
     def read(self, request: ReadRequest) -> Batch:
@@ -189,7 +189,7 @@ class Reader(Dataset[Any]):
             try:
                 tokens.append(self.tokenizer.encode(text))
             except Exception as error:  # the task's own code
-                raise SbkitError("task-code-failed", f"{type(self.tokenizer).__name__}.encode can't take the text of "
+                raise SbkitError("task-code-failed", f"{type(self.tokenizer).__name__}.encode failed on the text of "
                                  f"{id_}, {shown(text)}: {type(error).__name__}: {error}", value=id_) from error
         return tokens + [[1] for _ in rows.ids[count:]]
 

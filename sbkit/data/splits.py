@@ -29,8 +29,8 @@ def check_splits(option: str, names: Collection[str]) -> None:
     """Refuse an option of a corpus that names anything but splits."""
     unknown = [name for name in names if name not in SPLITS]
     if unknown:
-        raise SbkitError("bad-value", f"corpus: {option} names {unknown[0]!r}", hint=f"splits are {', '.join(SPLITS)}",
-                         key=f"corpus.{option}", value=unknown[0])
+        raise SbkitError("bad-value", f"corpus: {option} names {unknown[0]!r}, which is not a split",
+                         hint=f"splits are {', '.join(SPLITS)}", key=f"corpus.{option}", value=unknown[0])
 
 
 def choose_splits(source: Source, wanted: Sequence[str], named: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -81,7 +81,7 @@ def hold_out(rows: Rows) -> dict[str, Rows]:
         keys = list(rows.ids)
     split = assign_splits(keys, _LEAST)
     if len(set(split.values())) < len(SPLITS):
-        raise SbkitError("too-few-rows", f"{rows.origin} has too few rows to take dev and test from it: {len(rows)}",
+        raise SbkitError("too-few-rows", f"{rows.origin} has {len(rows)} rows, too few to split off dev and test",
                          hint="add rows, or give each split a list: --data_folder '{train: FILE, dev: FILE, ...}'",
                          file=rows.origin)
     divided = {name: rows.take(np.flatnonzero([split[key] == name for key in keys])) for name in SPLITS}

@@ -37,7 +37,7 @@ class NameTable:
         """Store names; raises if other names are stored already, because checkpoints may depend on them."""
         if self.file.exists():
             if self.read() != names:
-                raise SbkitError("corpus-changed", f"{self.file} has other entries than the corpus, and checkpoints "
+                raise SbkitError("corpus-changed", f"{self.file} does not match the corpus any more, and checkpoints "
                                  "may depend on it", hint="start in a new output_folder, or restore the corpus",
                                  file=self.file)
             return
@@ -97,7 +97,8 @@ class Symbols(NameTable):
             raise SbkitError("no-text", "the corpus has no text to train a voice on", hint="does it have transcripts?")
         if len(symbols) > MAX_SYMBOLS:
             raise SbkitError("too-many-values", f"the corpus has {len(symbols):,} different characters, but at most "
-                             f"{MAX_SYMBOLS:,} are supported", hint="is its text a transcript, in letters?")
+                             f"{MAX_SYMBOLS:,} are supported",
+                             hint="does the text column hold transcripts, in letters?")
         if self.spelling is not None:
             self._characters.store(symbols)
             self.look_up(texts)
@@ -187,7 +188,8 @@ class Speakers(NameTable):
             names = names if len(names) == 1 else [NAMELESS]
         if len(names) > MAX_SPEAKERS:
             raise SbkitError("too-many-values", f"the corpus has {len(names):,} speakers, but at most {MAX_SPEAKERS:,} "
-                             "are supported", hint="write several: false under speakers, and all of it is one voice")
+                             "are supported",
+                             hint="write several: false under speakers to train one voice on all of it")
         self.store(names)
         return names
 

@@ -77,7 +77,7 @@ class Tokenizer:
         require("tokenizer: max_piece_length", max_piece_length, SIZE)
         require("tokenizer: max_texts", max_texts, Nullable(SIZE))
         if vocab_size is None and model_type != "char" and model is None:
-            raise SbkitError("bad-value", f"tokenizer: a {model_type} model needs a vocab_size",
+            raise SbkitError("bad-value", f"tokenizer: model_type {model_type} needs a vocab_size",
                              key="tokenizer.vocab_size")
         if character_coverage > 1:
             raise SbkitError("bad-value", f"tokenizer: character_coverage is {character_coverage}",
@@ -155,10 +155,11 @@ class Tokenizer:
         elif grows:
             checkpoint = self._checkpoint()
             if checkpoint is not None:
-                raise SbkitError("corpus-changed", f"{self.folder} has no tokenizer {self.path.name}, which the texts "
-                                 f"need now, and checkpoints such as {checkpoint.name} were trained with another",
-                                 hint="leave out the part that has more characters, or begin a run from this one in "
-                                      "another output_folder: --init_from RUN", file=self.path)
+                raise SbkitError("corpus-changed", f"the texts now need another tokenizer, {self.path.name}, but "
+                                 f"checkpoints in {self.folder} such as {checkpoint.name} were trained with the old "
+                                 "one",
+                                 hint="leave out the part with new characters, or start a new run from this one: "
+                                      "--init_from RUN with another output_folder", file=self.path)
         self._train(texts, fingerprint)
         return self.load()
 
@@ -174,8 +175,8 @@ class Tokenizer:
     def _check_replaceable(self) -> None:
         """Refuse to replace a model that may be the user's own, or that checkpoints depend on."""
         if not self.path.with_suffix(".json").exists():
-            raise SbkitError("output-exists", f"{self.path} already exists, and it is not recorded what it was trained "
-                             "on",
+            raise SbkitError("output-exists", f"{self.path} already exists, and there is no record of what it was "
+                             "trained on",
                              hint="remove it to train a new one, or set the tokenizer's `model` to it to use it "
                                   "unchanged", file=self.path)
         checkpoint = self._checkpoint()
@@ -203,17 +204,17 @@ class Tokenizer:
         except (RuntimeError, OSError):
             raise SbkitError("bad-tokenizer", f"{self.path} is not a SentencePiece model", file=self.path) from None
         if processor.unk_id() != BLANK_ID:
-            raise SbkitError("bad-tokenizer", f"{self.path}: its unknown piece has id {processor.unk_id()}, the blank "
-                             f"needs id {BLANK_ID}", hint="train a tokenizer with unk_id 0, as SpeechBrain does",
-                             file=self.path)
+            raise SbkitError("bad-tokenizer", f"{self.path}: its unknown piece has id {processor.unk_id()}, but must "
+                             f"have id {BLANK_ID}, which is CTC's blank too",
+                             hint="train a tokenizer with unk_id 0, as SpeechBrain does", file=self.path)
         if self.model is not None:
             self.bos_id = processor.bos_id()
             self.eos_id = processor.eos_id()
         elif (processor.bos_id(), processor.eos_id()) != (self.bos_id, self.eos_id):
             raise SbkitError("bad-tokenizer", f"{self.path}: bos and eos have ids {processor.bos_id()} and "
                              f"{processor.eos_id()}, but the recipe says {self.bos_id} and {self.eos_id}",
-                             hint="set bos_index and eos_index to them, or delete it: one that fits is trained",
-                             file=self.path)
+                             hint="set bos_index and eos_index to these ids, or delete the file so that a tokenizer "
+                                  "that fits is trained", file=self.path)
         if self.vocab_size not in (None, size):
             raise SbkitError("wrong-vocab-size", f"{self.path} has {size} entries, but the recipe says vocab_size "
                              f"{self.vocab_size}", hint=_set_to(size), file=self.path, key="vocab_size",

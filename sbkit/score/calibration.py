@@ -61,8 +61,8 @@ def reliability(confidence: np.ndarray, accuracy: np.ndarray, words: np.ndarray,
     error: the mean difference of both.
     """
     if len(confidence) < MIN_UTTERANCES:
-        raise SbkitError("too-few-utterances", f"{len(confidence)} utterances with words can't show how reliable "
-                         "confidences are", hint=f"give at least {MIN_UTTERANCES}")
+        raise SbkitError("too-few-utterances", f"only {len(confidence)} utterances have words, too few to measure how "
+                         "reliable the confidences are", hint=f"evaluate on {MIN_UTTERANCES} utterances or more")
     halves = np.array_split(np.random.default_rng(0).permutation(len(confidence)), 2)
     expected = np.zeros(len(confidence))
     for fitted, other in (halves, halves[::-1]):

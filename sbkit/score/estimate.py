@@ -99,7 +99,7 @@ def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]
 def compare(a: MetricEstimate, b: MetricEstimate) -> RunComparison:
     """Test whether ``b`` differs from ``a`` on the same recordings, by a paired bootstrap."""
     if a.name != b.name:
-        raise SbkitError("not-comparable", f"one run has {a.name}, the other {b.name}",
+        raise SbkitError("not-comparable", f"the runs have different metrics, {a.name} and {b.name}",
                          hint="compare runs of the same task")
     in_one_only = sorted(set(a.ids) ^ set(b.ids))
     if in_one_only:

@@ -49,8 +49,8 @@ class ErrorRates:
             hypotheses: Sequence[str | Tokens | None]) -> None:
         """Add a batch of texts or lists of words. If any of it can't be scored, nothing is added."""
         if not len(ids) == len(references) == len(hypotheses):
-            raise SbkitError("bad-value", f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} "
-                             "hypotheses can't be paired")
+            raise SbkitError("bad-value", f"there are {len(ids)} ids, {len(references)} references and "
+                             f"{len(hypotheses)} hypotheses, but there must be one of each for an utterance")
         refs = self._tokens(references)
         hyps = self._tokens(hypotheses)
         # SpeechBrain treats an empty first word, which "".split(" ") gives, as a reference of length zero.

@@ -94,8 +94,8 @@ def average_of(value: int | str) -> Average:
         return Mean(int(text))
     name, _, count = text.rpartition("-of-")
     if name not in AVERAGES or not count.isdecimal():
-        raise SbkitError("bad-value", f"{text!r} is no average of checkpoints", hint=f"write {AVERAGE_VALUES}",
-                         value=text)
+        raise SbkitError("bad-value", f"{text!r} does not name an average of checkpoints",
+                         hint=f"write {AVERAGE_VALUES}", value=text)
     average = AVERAGES[name](int(count))
     return average if average.several else Mean()  # of one checkpoint, all averages are the same
 

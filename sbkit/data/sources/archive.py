@@ -134,8 +134,8 @@ def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
             for member in tar:
                 path = PurePosixPath(member.name)
                 if path.is_absolute() or ".." in path.parts or "\\" in member.name or "\0" in member.name:
-                    raise SbkitError("unsafe-file", f"{archive}: its entry {member.name!r} leads out of the folder",
-                                     hint=_DISTRUST, file=archive)
+                    raise SbkitError("unsafe-file", f"{archive}: its entry {member.name!r} would be written outside of "
+                                     "the folder", hint=_DISTRUST, file=archive)
                 if not (member.isfile() or member.isdir()) or member.issparse():
                     raise SbkitError("unsafe-file", f"{archive}: its entry {member.name!r} is neither a plain file nor "
                                      "a folder", hint=_DISTRUST, file=archive)

@@ -144,9 +144,9 @@ class Source(ABC):
                 return
             sample = wavs.take(np.unique(np.linspace(0, len(wavs) - 1, _LOOKED_FOR).astype(int)))
             if not existing(sample).any():
-                raise MissingRecordings("missing-audio", f"{files[0]}: there is no {sample[0]}, nor any other of the "
-                                        f"{len(sample)} recordings that were looked for", hint=self.paths_start,
-                                        file=files[0], value=sample[0])
+                raise MissingRecordings("missing-audio", f"{files[0]}: none of the {len(sample)} recordings that were "
+                                        f"looked for exists, such as {sample[0]}", hint=self.paths_start, file=files[0],
+                                        value=sample[0])
             return
         header = self.header(name)
         if header is None:

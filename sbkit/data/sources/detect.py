@@ -142,12 +142,12 @@ def _of_files(kind: type[FileSource], folder: Path, files: Mapping[str, Path], c
         expected = [(shards, number) for number in range(first, first + shards)] or [(0, 0)]
         missing = [number for _, number in expected if (shards, number) not in names]
         if missing:
-            raise SbkitError("incomplete-corpus", f"{folder} lacks {split}-{missing[0]}-of-{shards}: {len(missing)} of "
-                             f"{shards} shards", hint="add what is missing, or name the files: {train: [FILE, FILE]}",
-                             file=folder)
+            raise SbkitError("incomplete-corpus", f"{folder} lacks {len(missing)} of the {shards} shards of {split}, "
+                             f"such as {split}-{missing[0]}-of-{shards}",
+                             hint="add what is missing, or name the files: {train: [FILE, FILE]}", file=folder)
         if len(names) > len(expected):
-            raise SbkitError("incomplete-corpus", f"{folder} has {split} in different numbers of shards",
-                             hint="remove those that aren't wanted", file=folder)
+            raise SbkitError("incomplete-corpus", f"{folder} has shards of {split} from two versions, with different "
+                             "numbers of shards", hint="remove those of the version that you don't need", file=folder)
     return Mixed({split: [kind({names[place]: files[names[place]]}, columns, data_root) for place in sorted(names)]
                   for split, names in splits.items()})
 
@@ -163,8 +163,8 @@ def _paths(split: str, files: object) -> list[Path]:
 
 def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: str | Path | None) -> Source:
     if path.is_dir():
-        raise SbkitError("bad-value", f"{path} is a folder",
-                         hint="name its file of one split, or the folder alone as the source", file=path)
+        raise SbkitError("bad-value", f"{path} is a folder, not a list",
+                         hint="name a file in it, or the folder alone as the corpus", file=path)
     if path.suffix == ".parquet":
         return Parquet({path.stem: [path]}, path, cache, columns)
     kind = JsonLines if path.name.endswith(JsonLines.suffixes) else SpeechBrainCsv  # also of a .tsv

@@ -117,8 +117,8 @@ def _check(path: Path, file: BinaryIO, parquet: pq.ParquetFile, columns: Sequenc
     size = os.fstat(file.fileno()).st_size
     most_values = size + _ROWS_ANYHOW
     if metadata.num_rows > most_values:
-        raise SbkitError("unsafe-file", f"{path} has {metadata.num_rows:,} rows in {disk.size(size)}, which no corpus "
-                         "can have", hint=_HINT, file=path)
+        raise SbkitError("unsafe-file", f"{path} claims {metadata.num_rows:,} rows in {disk.size(size)}, more than any "
+                         "corpus has", hint=_HINT, file=path)
     rows_at_once = BATCH
     packed_so_far = 0
     for number in range(metadata.num_row_groups):
@@ -141,11 +141,11 @@ def _check(path: Path, file: BinaryIO, parquet: pq.ParquetFile, columns: Sequenc
             widest = max(widest, repeated, width)
             in_lists = parquet.schema.column(index).max_repetition_level > 0
             if values > most_values or (in_lists and values * repeated > max(untrusted.MAX_PACKED * size, _ALL_ANYHOW)):
-                raise SbkitError("unsafe-file", f"{path} has {values:,} values of {column.path_in_schema} in "
-                                 f"{disk.size(size)}, which no corpus can have", hint=_HINT, file=path)
+                raise SbkitError("unsafe-file", f"{path} claims {values:,} values of {column.path_in_schema} in "
+                                 f"{disk.size(size)}, more than any corpus has", hint=_HINT, file=path)
         if unpacked > max(untrusted.MAX_PACKED * packed, _GROUP_ANYHOW):
             raise SbkitError("unsafe-file", f"{path} has {disk.size(packed)} of recordings and texts that unpack to "
-                             f"{disk.size(unpacked)}, too much for any", hint=_HINT, file=path)
+                             f"{disk.size(unpacked)}, more than any corpus has", hint=_HINT, file=path)
         packed_so_far += packed
         largest_row = max(widest, unpacked // max(1, group.num_rows), 1)
         rows_at_once = max(1, min(rows_at_once, _BATCH_BYTES // largest_row))

@@ -16,7 +16,7 @@ from sbkit.system.console import counted
 
 #: The page's note on how far to trust suspected labels.
 SUSPECTS_NOTE = (
-    "A heuristic: nobody has listened to these yet. The model is fairly confident of its hypothesis here, and the "
+    "A heuristic, not checked by listening. The model is fairly confident of its hypothesis here, and the "
     "transcript differs from it much more than usual at this confidence. Possible reasons: a wrong transcript, a "
     "recording that was cut off, a name or number written in another way, or a mistake that the model is confident "
     "of. Listen before you correct anything."
@@ -298,7 +298,7 @@ def _incomplete(run: RunData, rates: Sequence[tuple[int, float]]) -> list[RunFin
     if planned is not None and 0 < run.last_epoch < planned and not run.tested:
         return [RunFinding(
             _NOT_TRAINED_TO_ITS_END, f"Not trained to its end: epoch {run.last_epoch} of {planned}",
-            "The run has not finished: the same command goes on with it.", "curves")]
+            "The run has not finished: the same command resumes it.", "curves")]
 
     losses = [(epoch["epoch"], epoch["valid_loss"]) for epoch in run.epochs if epoch.get("valid_loss") is not None]
     worse_again = any(_worse_after_its_best(rates))

@@ -65,7 +65,7 @@ def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None,
     try:
         run = data.read(folder)
     except SbkitError as error:  # in its log or test results: the bundle itself is complete
-        logger.warning("The bundle's model card has nothing of its training: %s", error.message)
+        logger.warning("The bundle's model card has no section on training: %s [%s]", error.message, error.code)
         return readme
     for line in run.warnings:
         logger.warning("The training of %s ended with a warning: %s; %s says more", folder, line["headline"], REPORT)

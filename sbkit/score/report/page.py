@@ -48,9 +48,9 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
             compared = estimate.compare(other.estimate, data.estimate)
         else:
             missing = data if data.results is None and data.estimate is None else other
-            raise SbkitError("no-results", f"{missing.folder} has no scored test set to compare",
-                             hint="let the run finish first; one that finished with an older sbkit is scored again by "
-                                  "sbkit evaluate", file=missing.folder)
+            raise SbkitError("no-results", f"{missing.folder} has no test scores to compare",
+                             hint="let the run finish first; a run of an older sbkit needs sbkit evaluate to score it "
+                                  "again", file=missing.folder)
     name = REPORT  # a comparison goes next to the run's own
     if other is not None:
         name = f"report-against-{other.name.lstrip('/').replace('/', '-')}.html"
