@@ -31,7 +31,7 @@ CODES = {
     "repeated id": "repeated-id",
     IN_OTHER_SPLIT: "in-other-split",
     MISSING: "missing-audio",
-    "no text": "no-text",
+    "no text": "missing-text",
     EXCLUDED: "excluded-row",
     UNDECODABLE: "damaged-audio",
     "too short": "clip-too-short",

@@ -94,7 +94,8 @@ class Symbols(NameTable):
         texts = list(texts)
         symbols = sorted(set().union(*texts))
         if not symbols:
-            raise SbkitError("no-text", "the corpus has no text to train a voice on", hint="does it have transcripts?")
+            raise SbkitError("missing-text", "the corpus has no text to train a voice on",
+                             hint="does it have transcripts?")
         if len(symbols) > MAX_SYMBOLS:
             raise SbkitError("too-many-values", f"the corpus has {len(symbols):,} different characters, but at most "
                              f"{MAX_SYMBOLS:,} are supported",

@@ -247,7 +247,8 @@ class Tokenizer:
             rows = rows[[int(i * step) for i in range(self.max_texts)]]
         texts = list(column.take(rows))
         if not any(text.strip() for text in texts):
-            raise SbkitError("no-text", "tokenizer: there is no text to train on", hint="is the train split empty?")
+            raise SbkitError("missing-text", "tokenizer: there is no text to train on",
+                             hint="is the train split empty?")
         model = io.BytesIO()
         try:
             spm.SentencePieceTrainer.train(

@@ -201,9 +201,9 @@ def require_trained(scores: Sequence[LabelScore]) -> None:
     right, rate = _recognised(scores)
     if right < MIN_RECOGNISED:
         unit = units(score.label for score in scores)
-        raise SbkitError("not-learnt", "the models have not learnt enough to judge labels: on rows that they were not "
-                         f"trained on they recognise {right:.0%} of the {unit}s ({unit} error rate {rate:.0%}), and "
-                         f"{MIN_RECOGNISED:.0%} are needed",
+        raise SbkitError("model-too-weak", "the models have not learnt enough to judge labels: on rows that they were "
+                         f"not trained on they recognise {right:.0%} of the {unit}s ({unit} error rate {rate:.0%}), "
+                         f"and {MIN_RECOGNISED:.0%} are needed",
                          hint="the same command with a larger --number_of_epochs trains them further", exit_code=1)
 
 

@@ -134,11 +134,11 @@ def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
             for member in tar:
                 path = PurePosixPath(member.name)
                 if path.is_absolute() or ".." in path.parts or "\\" in member.name or "\0" in member.name:
-                    raise SbkitError("unsafe-file", f"{archive}: its entry {member.name!r} would be written outside of "
-                                     "the folder", hint=_DISTRUST, file=archive)
+                    raise SbkitError("suspicious-file", f"{archive}: its entry {member.name!r} would be written "
+                                     "outside of the folder", hint=_DISTRUST, file=archive)
                 if not (member.isfile() or member.isdir()) or member.issparse():
-                    raise SbkitError("unsafe-file", f"{archive}: its entry {member.name!r} is neither a plain file nor "
-                                     "a folder", hint=_DISTRUST, file=archive)
+                    raise SbkitError("suspicious-file", f"{archive}: its entry {member.name!r} is neither a plain file "
+                                     "nor a folder", hint=_DISTRUST, file=archive)
                 # Only clips and tables are unpacked, and no hidden files, such as macOS's.
                 if member.isfile() and not path.name.startswith(".") and (
                         path.suffix == ".tsv" or path.parent.name == "clips"):
@@ -170,7 +170,7 @@ class _Counted:
         data = self.stream.read(size)
         self.left -= len(data)
         if self.left < 0:
-            raise SbkitError("unsafe-file", f"{self.archive}: grows to more than {_MAX_GROWTH} times its size when "
+            raise SbkitError("suspicious-file", f"{self.archive}: grows to more than {_MAX_GROWTH} times its size when "
                              "unpacked", hint=_DISTRUST, file=self.archive)
         return data
 

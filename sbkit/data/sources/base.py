@@ -164,7 +164,7 @@ class Source(ABC):
         """Refuse a layout that never has transcripts, if the task needs them."""
         message, hint = self.no_texts
         if self.needs_text and message:
-            raise SbkitError("no-text", f"{self.where} {message}", hint=hint, file=self.where)
+            raise SbkitError("missing-text", f"{self.where} {message}", hint=hint, file=self.where)
 
     @abstractmethod
     def names(self) -> list[str]:

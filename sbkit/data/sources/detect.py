@@ -77,7 +77,7 @@ def check_exists(source: Named) -> None:
         if not path.exists():
             raise SbkitError("no-such-path", f"{name}: no such {kind}", hint=expected, file=name)
         if path.is_file() and not str(name).endswith(suffixes):
-            raise SbkitError("unknown-corpus", f"{name}: unknown format", hint=expected, file=name)
+            raise SbkitError("unknown-corpus-format", f"{name}: unknown format", hint=expected, file=name)
         # Of a release's folder of languages one is chosen later; any other folder is of a known kind or refused here.
         if path.is_dir() and not isinstance(source, Mapping) and not language_folders(path):
             _open_folder(path, Path(), None, {}, None)
@@ -106,7 +106,7 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
     if parquet := Parquet.in_folder(path):
         return Parquet(parquet, path, cache, columns)
     if list(path.glob("*.tsv")):
-        raise SbkitError("unknown-corpus", f"{path} has TSVs but no folder clips/ with the recordings",
+        raise SbkitError("unknown-corpus-format", f"{path} has TSVs but no folder clips/ with the recordings",
                          hint="unpack a release of Common Voice completely; name other TSVs: {train: FILE, dev: FILE}",
                          file=path)
     if LibriSpeech.matches(path):
@@ -116,10 +116,11 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
     if AudioFolder.matches(path):
         return AudioFolder(path)
     if (path / "wav.scp").is_file() or any(path.glob("*/wav.scp")):
-        raise SbkitError("unknown-corpus", f"{path} has Kaldi's lists, which sbkit doesn't read",
+        raise SbkitError("unknown-corpus-format", f"{path} has Kaldi's lists, which sbkit doesn't read",
                          hint='write a train.jsonl with a line {"audio_filepath": PATH, "text": TEXT} for each of '
                               'wav.scp and text', file=path)
-    raise SbkitError("unknown-corpus", f"{path} is not a corpus that sbkit recognises", hint=_EXPECTED, file=path)
+    raise SbkitError("unknown-corpus-format", f"{path} is not a corpus that sbkit recognises", hint=_EXPECTED,
+                     file=path)
 
 
 def _of_files(kind: type[FileSource], folder: Path, files: Mapping[str, Path], columns: Mapping[str, str],

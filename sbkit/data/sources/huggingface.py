@@ -414,7 +414,7 @@ def explain_error(error: BaseException, dataset: str, revision: str | None = Non
         return ("missing-dataset", f"it has no revision {revision!r}",
                 f"its branches and commits are on {page}/commits/main")
     if first_of(errors.GatedRepoError, DatasetNotFoundError):  # `datasets` hides the cause
-        return "no-access", reason(error), f"ask for access on {page} and log in: {_LOG_IN}"
+        return "dataset-access-denied", reason(error), f"ask for access on {page} and log in: {_LOG_IN}"
     if first_of(errors.RepositoryNotFoundError):
         return ("missing-dataset", "the hub has no such dataset, or it is private",
                 f"check the name; for a private one log in: {_LOG_IN}")
@@ -427,9 +427,9 @@ def explain_error(error: BaseException, dataset: str, revision: str | None = Non
         return "missing-dataset", "it has no files that `datasets` can load", f"look at what it has: {page}/tree/main"
     answer = first_of(errors.HfHubHTTPError)
     if answer is not None and answer.response.status_code == 401:
-        return "no-access", "the hub refuses your token", f"log in again: {_LOG_IN}"
+        return "dataset-access-denied", "the hub refuses your token", f"log in again: {_LOG_IN}"
     if answer is not None and answer.response.status_code == 403:
-        return "no-access", reason(answer), f"log in with an account that may read {page}: {_LOG_IN}"
+        return "dataset-access-denied", reason(answer), f"log in with an account that may read {page}: {_LOG_IN}"
     if answer is not None or network_errors:
         return "no-network", f"{reason(answer or network_errors[-1])} ({constants.ENDPOINT})", _NETWORK
     return "unreadable-dataset", reason(error), f"look at its files: {page}/tree/main"

@@ -98,9 +98,9 @@ class ParquetFiles:
                             table = _plain(pa.Table.from_batches([left]))
                             unpacked += table.nbytes
                             if unpacked > limit:
-                                raise SbkitError("unsafe-file", f"{path} has {disk.size(file.seek(0, os.SEEK_END))}, "
-                                                 f"and its rows unpack to more than {disk.size(limit)}", hint=_HINT,
-                                                 file=path)
+                                raise SbkitError("suspicious-file",
+                                                 f"{path} has {disk.size(file.seek(0, os.SEEK_END))}, and its rows "
+                                                 f"unpack to more than {disk.size(limit)}", hint=_HINT, file=path)
                             yield table
 
 
@@ -117,8 +117,8 @@ def _check(path: Path, file: BinaryIO, parquet: pq.ParquetFile, columns: Sequenc
     size = os.fstat(file.fileno()).st_size
     most_values = size + _ROWS_ANYHOW
     if metadata.num_rows > most_values:
-        raise SbkitError("unsafe-file", f"{path} claims {metadata.num_rows:,} rows in {disk.size(size)}, more than any "
-                         "corpus has", hint=_HINT, file=path)
+        raise SbkitError("suspicious-file", f"{path} claims {metadata.num_rows:,} rows in {disk.size(size)}, more than "
+                         "any corpus has", hint=_HINT, file=path)
     rows_at_once = BATCH
     packed_so_far = 0
     for number in range(metadata.num_row_groups):
@@ -141,16 +141,16 @@ def _check(path: Path, file: BinaryIO, parquet: pq.ParquetFile, columns: Sequenc
             widest = max(widest, repeated, width)
             in_lists = parquet.schema.column(index).max_repetition_level > 0
             if values > most_values or (in_lists and values * repeated > max(untrusted.MAX_PACKED * size, _ALL_ANYHOW)):
-                raise SbkitError("unsafe-file", f"{path} claims {values:,} values of {column.path_in_schema} in "
+                raise SbkitError("suspicious-file", f"{path} claims {values:,} values of {column.path_in_schema} in "
                                  f"{disk.size(size)}, more than any corpus has", hint=_HINT, file=path)
         if unpacked > max(untrusted.MAX_PACKED * packed, _GROUP_ANYHOW):
-            raise SbkitError("unsafe-file", f"{path} has {disk.size(packed)} of recordings and texts that unpack to "
-                             f"{disk.size(unpacked)}, more than any corpus has", hint=_HINT, file=path)
+            raise SbkitError("suspicious-file", f"{path} has {disk.size(packed)} of recordings and texts that unpack "
+                             f"to {disk.size(unpacked)}, more than any corpus has", hint=_HINT, file=path)
         packed_so_far += packed
         largest_row = max(widest, unpacked // max(1, group.num_rows), 1)
         rows_at_once = max(1, min(rows_at_once, _BATCH_BYTES // largest_row))
     if packed_so_far > size:
-        raise SbkitError("unsafe-file", f"{path} has {disk.size(size)}, and its columns have "
+        raise SbkitError("suspicious-file", f"{path} has {disk.size(size)}, and its columns have "
                          f"{disk.size(packed_so_far)}: some overlap", hint=_HINT, file=path)
     return rows_at_once
 

@@ -91,9 +91,11 @@ _LONGER = "Train longer before you try a language model, other data or another m
 class RunFinding(NamedTuple):
     """A finding; ``weight`` is roughly its share of the errors (or the time), ``place`` the section that shows it.
 
+    code : names its kind; ``sbkit explain CODE`` tells more
     points : by how much fixing it could lower the WER of the test at most, if known
     """
 
+    code: str
     weight: float
     headline: str
     detail: str
@@ -109,7 +111,7 @@ def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFin
     if results is not None and results.characters.rate >= _RECOGNISES_NOTHING:
         if not run.warnings:  # otherwise one of training reports it already
             all_findings.append(RunFinding(
-                _RECOGNISES_NOTHING_WEIGHT,
+                "recognises-nothing", _RECOGNISES_NOTHING_WEIGHT,
                 f"The model recognises almost nothing: CER {rate(results.characters.rate, 1)}",
                 "At such a rate it says little which words are wrong. Check whether the model has learnt (the curves), "
                 "and whether language, alphabet and recordings of the test match the training data.", "curves"))
@@ -130,9 +132,8 @@ def _warnings(run: RunData) -> Iterator[RunFinding]:
         advice = "; ".join(line.get("advice") or ())
         if advice:
             detail += f" What to try, the likeliest first: {advice}."
-        if "code" in line:  # not in runs of earlier versions
-            detail += f" [{line['code']}]"
-        yield RunFinding(_EXPLAINS_THE_REST, line["headline"], detail, "curves")
+        yield RunFinding(line.get("code") or line.get("what", ""), _EXPLAINS_THE_REST, line["headline"], detail,
+                         "curves")
 
 
 def _forgot(run: RunData) -> list[RunFinding]:
@@ -144,16 +145,16 @@ def _forgot(run: RunData) -> list[RunFinding]:
         return []
     offer = old_set.offer(run.run, run.tested_weights)
     detail = f"{old_set.describe(value)}. A larger replay may help" + (f"; {offer}." if offer else ".")
-    return [RunFinding(_EXPLAINS_THE_REST, "The model forgot what it had learnt before", detail, "curves")]
+    return [RunFinding("forgot", _EXPLAINS_THE_REST, "The model forgot what it had learnt before", detail, "curves")]
 
 
 def _lost_data(run: RunData) -> Iterator[RunFinding]:
     """Yield what of the test could not be read, and what of the training data was left out."""
     if run.unread:
         total = "" if run.results is None else f" of {run.unread + len(run.results):,}"
-        yield RunFinding(
-            _UNREAD_WEIGHT, f"{run.unread:,}{total} test utterances could not be read: no rate here includes them",
-            "The run's log names them. Fix the files and score again before publishing.", "data")
+        yield RunFinding("unread-test-utterances", _UNREAD_WEIGHT, f"{run.unread:,}{total} test utterances could not "
+                         "be read: no rate here includes them", "The run's log names them. Fix the files and score "
+                         "again before publishing.", "data")
     splits: Mapping[str, Mapping[str, Any]] = (run.prepared or {}).get("splits", {})
     train = splits.get("train")
     if not train:
@@ -163,7 +164,7 @@ def _lost_data(run: RunData) -> Iterator[RunFinding]:
         share = left_out / train["rows"]
         reason, entry = max(train["left_out"].items(), key=lambda item: item[1]["count"])
         yield RunFinding(
-            share, f"{percent(share, 1)} of the training rows were left out",
+            "many-rows-left-out", share, f"{percent(share, 1)} of the training rows were left out",
             f"{left_out} of {train['rows']}, most often for this reason: {reason} ({entry['count']}).", "data")
 
 
@@ -175,7 +176,7 @@ def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[Ru
         errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / wrong_words
         # First if the model is good: the more it gets wrong, the less its confidence says.
         yield RunFinding(
-            recognised + errors, f"{counted(len(suspects), 'transcript')} may be wrong",
+            "suspect-transcripts", recognised + errors, f"{counted(len(suspects), 'transcript')} may be wrong",
             f"The model is confident of another transcript there: {percent(errors)} of all errors. Listen first. "
             "sbkit clean finds such transcripts in the training data.", "labels", 100 * errors * (1 - recognised))
 
@@ -187,17 +188,17 @@ def _kinds_of_errors(results: ScoredRun) -> Iterator[RunFinding]:
     deletions = counts.deletions.sum()
     total = counts.edits.sum()
     if deletions > 0.35 * total and deletions > 3 * insertions:
-        yield RunFinding(
-            deletions / total - 0.3, f"Words are deleted: {percent(deletions / total)} of the errors are deletions",
-            "Usual reasons: too little training, speech too fast or too quiet, recordings cut off.", "words")
+        yield RunFinding("many-deletions", deletions / total - 0.3, f"Words are deleted: {percent(deletions / total)} "
+                         "of the errors are deletions", "Usual reasons: too little training, speech too fast or too "
+                         "quiet, recordings cut off.", "words")
     if insertions > 0.35 * total and insertions > 3 * deletions:
-        yield RunFinding(
-            insertions / total - 0.3, f"Words are inserted: {percent(insertions / total)} of the errors are insertions",
-            "Usual reasons: noise, a second speaker, or incomplete transcripts.", "words")
+        yield RunFinding("many-insertions", insertions / total - 0.3,
+                         f"Words are inserted: {percent(insertions / total)} of the errors are insertions",
+                         "Usual reasons: noise, a second speaker, or incomplete transcripts.", "words")
     empty = sum(not one.hypothesis.split() for one in results.utterances)
     if empty > 0.02 * len(results):
         yield RunFinding(
-            empty / len(results), f"{counted(empty, 'utterance')} got an empty hypothesis",
+            "empty-hypotheses", empty / len(results), f"{counted(empty, 'utterance')} got an empty hypothesis",
             "Are these recordings silent, very short or very quiet?", "worst")
 
 
@@ -217,7 +218,7 @@ def _groups(results: ScoredRun, covered_parts: Collection[str]) -> Iterator[RunF
         assert worst.rest is not None, "a group that stands out has others beside it"
         label = worst.label if kind == "duration" else f"{kind} “{worst.label}”"
         yield RunFinding(
-            _excess(worst) / all_edits,
+            "weak-group", _excess(worst) / all_edits,
             f"{label[0].upper()}{label[1:]}: {rate(worst.rate, 1)} of the words are wrong",
             f"Elsewhere {rate(worst.rest, 1)}. These are {percent(worst.words / all_words)} of the words and "
             f"{percent(worst.edits / all_edits)} of the errors: more such data may help.", "where",
@@ -228,14 +229,14 @@ def _groups(results: ScoredRun, covered_parts: Collection[str]) -> Iterator[RunF
         errors = sum(group.edits for group in tenth) / all_edits
         words = sum(group.words for group in tenth) / all_words
         if errors > 1.5 * words and errors - words > _MIN_SHARE:
-            yield RunFinding(
-                errors - words, f"A tenth of the speakers account for {percent(errors)} of the errors",
-                f"These {len(tenth)} of {len(speakers)} speakers account for {percent(words)} of the words.",
-                "where", 100 * (errors - words) * all_edits / all_words)
+            yield RunFinding("uneven-speakers", errors - words,
+                             f"A tenth of the speakers account for {percent(errors)} of the errors",
+                             f"These {len(tenth)} of {len(speakers)} speakers account for {percent(words)} of the "
+                             "words.", "where", 100 * (errors - words) * all_edits / all_words)
 
 
 def _stands_out(group: UtteranceGroup, all_edits: int) -> bool:
-    """Whether a group is surely worse than the others, and has enough errors for that to matter."""
+    """Whether a group is significantly worse than the others, and has enough errors for that to matter."""
     return (group.low is not None and group.rest is not None and group.low > group.rest * _MIN_RATIO
             and _excess(group) >= _MIN_SHARE * all_edits)
 
@@ -256,14 +257,14 @@ def _words(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
             what = f"“{reference}” is deleted"
         elif not reference:
             what = f"“{hypothesis}” is inserted"
-        yield RunFinding(
-            count / total, f"{what} {count} times", f"That is {percent(count / total)} of the errors.", "words")
+        yield RunFinding("confused-word", count / total, f"{what} {count} times",
+                         f"That is {percent(count / total)} of the errors.", "words")
     vocabulary = run.training_words | {word for one in results.utterances for word in one.reference.split()}
     non_words = [word for one in results.utterances for word in one.hypothesis.split() if word not in vocabulary]
     if run.training_words and len(non_words) > _MIN_SHARE * total:
         share = min(1.0, len(non_words) / total)
         yield RunFinding(
-            share, f"{percent(share)} of the errors are non-words",
+            "non-words", share, f"{percent(share)} of the errors are non-words",
             f"For example {', '.join(map(repr, non_words[:3]))}, which no transcript of the corpus has: a language "
             "model (sbkit lm, then --lm) prefers known words.", "words",
             100 * share * total / words)
@@ -284,7 +285,7 @@ def _training(run: RunData) -> Iterator[RunFinding]:
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
         yield RunFinding(
-            0.2, f"{skipped} steps were skipped because a value was not finite",
+            "skipped-steps", 0.2, f"{skipped} steps were skipped because a value was not finite",
             "sbkit rerun names the utterances and layers.", "curves")
 
 
@@ -296,9 +297,9 @@ def _incomplete(run: RunData, rates: Sequence[tuple[int, float]]) -> list[RunFin
     planned = run.planned_epochs
     # A run that ended early because it stopped improving has tested.
     if planned is not None and 0 < run.last_epoch < planned and not run.tested:
-        return [RunFinding(
-            _NOT_TRAINED_TO_ITS_END, f"Not trained to its end: epoch {run.last_epoch} of {planned}",
-            "The run has not finished: the same command resumes it.", "curves")]
+        return [RunFinding("unfinished-training", _NOT_TRAINED_TO_ITS_END,
+                           f"Not trained to its end: epoch {run.last_epoch} of {planned}",
+                           "The run has not finished: the same command resumes it.", "curves")]
 
     losses = [(epoch["epoch"], epoch["valid_loss"]) for epoch in run.epochs if epoch.get("valid_loss") is not None]
     worse_again = any(_worse_after_its_best(rates))
@@ -310,14 +311,14 @@ def _incomplete(run: RunData, rates: Sequence[tuple[int, float]]) -> list[RunFin
         when = "over the last two epochs" if len(values) >= _MIN_VALIDATIONS else "in the last epoch"
         # No possible gain: what an early epoch gains is on dev, and may be more than the whole WER of the test.
         return [RunFinding(
-            _NOT_TRAINED_TO_ITS_END, f"Not trained to its end: the {name} was still falling",
+            "unfinished-training", _NOT_TRAINED_TO_ITS_END, f"Not trained to its end: the {name} was still falling",
             f"On dev, it fell from {in_text(earlier)} to {in_text(last)} {when}. {_LONGER}.", "curves")]
 
     steps = run.epochs[-1].get("step", 0) if run.epochs else 0
     if 0 < steps < _SHORT_STEPS and max(len(rates), len(losses)) < _MIN_VALIDATIONS:
-        return [RunFinding(
-            _NOT_TRAINED_TO_ITS_END, f"Not trained to its end: {counted(steps, 'step')} are a trial",
-            f"So few epochs don't show whether the model still improves. {_LONGER}.", "curves")]
+        return [RunFinding("unfinished-training", _NOT_TRAINED_TO_ITS_END,
+                           f"Not trained to its end: {counted(steps, 'step')} are a trial",
+                           f"So few epochs don't show whether the model still improves. {_LONGER}.", "curves")]
     return []
 
 
@@ -338,10 +339,10 @@ def _worse_after_its_best(rates: Sequence[tuple[int, float]]) -> Iterator[RunFin
     best = min(rates, key=lambda pair: pair[1])
     last = rates[-1]
     if best[0] < 0.7 * last[0] and last[1] > 1.03 * best[1]:
-        yield RunFinding(
-            min(1.0, last[1] / max(best[1], 1e-9) - 1), f"The WER was best in epoch {best[0]} of {last[0]}",
-            f"{rate(best[1])} then, {rate(last[1])} at the end: more augmentation, more data or a smaller "
-            "model may help.", "curves")
+        yield RunFinding("overtrained", min(1.0, last[1] / max(best[1], 1e-9) - 1),
+                         f"The WER was best in epoch {best[0]} of {last[0]}",
+                         f"{rate(best[1])} then, {rate(last[1])} at the end: more augmentation, more data or a smaller "
+                         "model may help.", "curves")
 
 
 def _size(run: RunData) -> Iterator[RunFinding]:
@@ -356,12 +357,12 @@ def _size(run: RunData) -> Iterator[RunFinding]:
     losses_now = f"In the last epoch the loss is {train:.2f} in training and {valid:.2f} on dev"
     if train < before and best_epoch < losses[-2][0] and train < _OVERFIT * valid:
         yield RunFinding(
-            0.1, "More data or augmentation would help more than a larger model",
+            "overfitting", 0.1, "More data or augmentation would help more than a larger model",
             f"{losses_now}, where it was lowest ({best:.2f}) in epoch {best_epoch}: the model overfits now.",
             "curves")
     elif train > valid and before - train < _PLATEAU * before:
         yield RunFinding(
-            0.1, "A larger model would help more than more data",
+            "underfitting", 0.1, "A larger model would help more than more data",
             f"{losses_now}, and over the last two epochs it fell by {percent((before - train) / before, 1)}.",
             "curves")
 
@@ -376,4 +377,5 @@ def _waiting(run: RunData) -> Iterator[RunFinding]:
         if run.starts and run.starts[-1].get("device") == "cpu":
             advice = ("Data workers and training share the cores here: WAV takes less time to read than MP3, and more "
                       "num_workers help only if cores are free.")
-        yield RunFinding(waited, f"The device waited for data during {percent(waited)} of a step", advice, "curves")
+        yield RunFinding("waiting-for-data", waited, f"The device waited for data during {percent(waited)} of a step",
+                         advice, "curves")
