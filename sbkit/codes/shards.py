@@ -183,7 +183,7 @@ class Codes:
             raise SbkitError("not-codes", f"{self.folder} has no codes: there is no {MANIFEST} in it", hint=hint,
                              file=self.folder) from None
         except OSError as error:
-            raise SbkitError("cannot-read", f"{path} cannot be read: {error.strerror or error}", file=path) from error
+            raise SbkitError("not-readable", f"{path} cannot be read: {error.strerror or error}", file=path) from error
         except ValueError as error:
             raise SbkitError("damaged-codes", f"{path} cannot be read: {first_line(error)}", hint=_REPAIR,
                              file=path) from error

@@ -372,7 +372,7 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
         yield OpenRecording(file, name, last, functools.partial(true_length.frames, file, read, size))
     except soundfile.SoundFileError as error:
         if handle is not None and os.path.isdir(f"/proc/self/fd/{handle}"):  # libsndfile only says "System error"
-            raise AudioError("cannot-read", name, "is a folder, not a recording") from None
+            raise AudioError("not-readable", name, "is a folder, not a recording") from None
         if (os.fstat(handle).st_size if handle is not None else len(data)) == 0:
             raise AudioError("empty-audio", name, "is empty (0 bytes)") from None
         reason = (getattr(error, "error_string", "") or str(error)).strip().rstrip(".")
@@ -388,7 +388,7 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
     except MemoryError:
         raise AudioError("out-of-memory", name, "there is not enough memory to read it") from None
     except ValueError as error:  # such as a path with a zero
-        raise AudioError("cannot-read", name, str(error) or type(error).__name__) from None
+        raise AudioError("not-readable", name, str(error) or type(error).__name__) from None
     finally:
         if file is not None:
             file.close()
@@ -413,7 +413,7 @@ def _unreadable(name: str, error: OSError) -> AudioError:
     cause = error.strerror or str(error)
     if isinstance(error, UrlNotAllowed):
         return AudioError("url-not-allowed", name, cause)
-    return AudioError("failed-download" if "://" in name else "cannot-read", name, cause)
+    return AudioError("failed-download" if "://" in name else "not-readable", name, cause)
 
 
 def prefetch(wavs: Iterable[str]) -> None:

@@ -231,7 +231,7 @@ def block_hash(wav: str, remote: Remote) -> list[str] | dict[str, str]:
             size = os.fstat(file.fileno()).st_size if size is None else size
             data = os.pread(file.fileno(), _BLOCK, offset + max(0, size - _BLOCK) // 2)
     except OSError as error:
-        return Cause("cannot-read", error.strerror or str(error))._asdict()
+        return Cause("not-readable", error.strerror or str(error))._asdict()
     return [f"{size} {hashlib.blake2b(data, digest_size=16).hexdigest()}"]
 
 

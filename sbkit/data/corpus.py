@@ -221,7 +221,7 @@ class Corpus:
                 with disk.disk_errors_as_user_error(self.folder):
                     return self._prepare(source, fingerprint, show_progress, needed, excluded)
             except OSError as error:  # such as a folder without write permission
-                raise SbkitError("cannot-write", f"{error.filename or self.folder}: {error.strerror or error}",
+                raise SbkitError("not-writable", f"{error.filename or self.folder}: {error.strerror or error}",
                                  file=error.filename or self.folder) from error
 
     def protect(self, run: str | Path) -> None:

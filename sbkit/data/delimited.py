@@ -114,7 +114,7 @@ def _plain_errors(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise SbkitError("no-such-path", f"{path}: no such file", file=path) from None
     except OSError as error:
-        raise SbkitError("cannot-read", f"{path}: cannot be read ({error.strerror or error})", file=path) from None
+        raise SbkitError("not-readable", f"{path}: cannot be read ({error.strerror or error})", file=path) from None
 
 
 def _first_line(path: Path) -> tuple[int, str, str]:

@@ -238,7 +238,7 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
         with disk.disk_errors_as_user_error(folder):
             yield temporary
     except OSError as error:
-        raise SbkitError("cannot-write", f"cannot write the demo corpus to {folder}: {error.strerror or error}",
+        raise SbkitError("not-writable", f"cannot write the demo corpus to {folder}: {error.strerror or error}",
                          file=folder) from error
     finally:
         if temporary is not None:

@@ -109,7 +109,7 @@ def locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = Lock(path, os.O_WRONLY | os.O_CREAT)
     except OSError as error:
-        raise SbkitError("cannot-write", f"{error.filename or path}: cannot be written ({error.strerror})",
+        raise SbkitError("not-writable", f"{error.filename or path}: cannot be written ({error.strerror})",
                          file=error.filename or path) from None
     with lock:
         if lock.acquire() is False:

@@ -218,7 +218,7 @@ class Mixture(Corpus):
                         self._check_unprotected()
                         self._join(manifests, declared, fingerprint)
             except OSError as error:  # a folder that may not be written
-                raise SbkitError("cannot-write", f"{error.filename or self.folder}: {error.strerror or error}",
+                raise SbkitError("not-writable", f"{error.filename or self.folder}: {error.strerror or error}",
                                  file=error.filename or self.folder) from error
         return self.load()
 

@@ -628,7 +628,7 @@ def _notes(entry: Mapping[str, Any], options: Mapping[str, Any], fresh: bool) ->
                      "measured")
     if durations.get("disagree"):
         notes.append(f"{durations['disagree']} of {durations['checked']} listed durations that were checked differ "
-                     "from the audio, and were replaced by measured ones")
+                     "from those of the audio, which replace them")
     return notes
 
 

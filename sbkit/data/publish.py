@@ -175,7 +175,7 @@ def publish(temporary: Path, to: Path, kind: FolderKind, force: bool, keep: Path
     except OSError as error:
         if disk.disk_error(error):
             raise
-        raise SbkitError("cannot-write", f"the new version cannot be moved to {to}: {error.strerror}",
+        raise SbkitError("not-writable", f"the new version cannot be moved to {to}: {error.strerror}",
                          hint="choose another place with --to", file=to) from error
     disk.sync_folder(to.parent)
 

@@ -150,7 +150,7 @@ def write_shards(
             _write_lists(manifest, sharded, order, shards, out, name)
             return sharded
     except OSError as error:  # such as a full disk, or a folder without write permission
-        raise SbkitError("cannot-write", f"{error.filename or out}: {error.strerror or error}",
+        raise SbkitError("not-writable", f"{error.filename or out}: {error.strerror or error}",
                          file=error.filename or out) from error
 
 

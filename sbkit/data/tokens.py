@@ -197,7 +197,8 @@ class Tokenizer:
             raise SbkitError("not-prepared", f"{self.path}: there is no tokenizer yet",
                              hint="prepare the corpus first (sbkit prepare)", file=self.path) from None
         except OSError as error:
-            raise SbkitError("cannot-read", f"{self.path}: cannot be read ({error.strerror})", file=self.path) from None
+            raise SbkitError("not-readable", f"{self.path}: cannot be read ({error.strerror})",
+                             file=self.path) from None
         try:
             processor = spm.SentencePieceProcessor(model_proto=proto)
             size = processor.vocab_size()

@@ -92,7 +92,7 @@ def read_list(path: str | Path) -> list[tuple[bool, str, str]]:
     except FileNotFoundError:
         raise SbkitError("no-such-path", f"trials: {path}: no such file", file=path) from None
     except OSError as error:
-        raise SbkitError("cannot-read", f"trials: {path} cannot be read ({error.strerror or error})",
+        raise SbkitError("not-readable", f"trials: {path} cannot be read ({error.strerror or error})",
                          file=path) from None
     except UnicodeDecodeError as error:
         raise SbkitError("not-utf8", f"trials: {path} is not UTF-8 ({error})", hint="save it as UTF-8",

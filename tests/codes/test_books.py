@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.codes import Books, InvalidCode
-from sbkit.errors import SbkitError
 
 CODEC = "ab" * 32
 BOOKS = Books((1000, 64), 50.0, 16000, CODEC)
@@ -22,8 +22,7 @@ BOOKS = Books((1000, 64), 50.0, 16000, CODEC)
 def test_an_id_outside_its_codebook_is_refused_by_name(level, size, beyond):
     wrong, id = np.array([[0, 0], [999, 63], [5, 6]]), -1 if beyond < 0 else size + beyond
     wrong[1, level] = id
-    with pytest.raises(InvalidCode, match=rf"^a request: frame 1, level {level}: id {id} is not in a codebook of "
-                                          rf"{size} entries; are they from this codec") as error:
+    with refused("code-out-of-range", kind=InvalidCode) as error:
         BOOKS.check(wrong, "a request")
     assert (error.value.position, error.value.level, error.value.id) == ((1,), level, id)
     assert wrong[1, level] == id, "nothing was clamped"
@@ -39,7 +38,7 @@ def test_ids_at_both_bounds_are_valid_in_each_type(dtype):
 def test_a_batch_names_its_utterance_and_counts_the_others():
     codes = np.zeros((3, 4, 2), int)
     codes[2, 1, 0], codes[2, 3, 1] = 1000, -7
-    with pytest.raises(InvalidCode, match=r"utterance 2, frame 1, level 0: id 1000 .*\(1 more are out of range\)") as e:
+    with refused("code-out-of-range", kind=InvalidCode) as e:
         BOOKS.check(codes, "x")
     assert e.value.position == (2, 1)
 
@@ -52,38 +51,32 @@ def test_check_accepts_valid_ids_and_names_the_first_invalid_one(rows):
     if not wrong:
         assert BOOKS.check(rows, "x").tolist() == [list(row) for row in rows]
         return
-    with pytest.raises(InvalidCode) as error:
+    with refused("code-out-of-range", kind=InvalidCode, wording=False) as error:
         BOOKS.check(rows, "x")
     assert (error.value.position, error.value.level, error.value.id) == wrong[0]
 
 
-@pytest.mark.parametrize("codes, words", [
-    ([[0.0, 1.0]], "whole numbers, not float64"), ([[np.nan, 0]], "whole numbers"), ([[True, False]], "not bool"),
-    ([["1", "2"]], "whole numbers"), ([[1, None]], "whole numbers"), ([1, 2], r"\[frames, 2\].*not \[2\]"),
-    ([[1, 2, 3]], r"not \[1, 3\]"), ([[1], [1, 2]], "array of whole numbers"), (7, r"not \[\]"),
-])
-def test_check_refuses_other_types_and_shapes(codes, words):
-    with pytest.raises(SbkitError, match=f"^here: .*{words}"):
+@pytest.mark.parametrize("codes", [
+    [[0.0, 1.0]], [[np.nan, 0]], [[True, False]], [["1", "2"]], [[1, None]], [1, 2], [[1, 2, 3]], [[1], [1, 2]], 7])
+def test_check_refuses_other_types_and_shapes(codes):
+    with refused("bad-codes"):
         BOOKS.check(codes, "here")
 
 
 def test_invalid_code_can_be_pickled():
-    with pytest.raises(InvalidCode) as error:
+    with refused("code-out-of-range", kind=InvalidCode) as error:
         BOOKS.check([[1000, 0]], "x")
     again = pickle.loads(pickle.dumps(error.value))
     assert (type(again), again.position, again.level, again.id) == (InvalidCode, (0,), 0, 1000)
     assert str(again) == str(error.value)
 
 
-@pytest.mark.parametrize("changed, words", [
-    ({"sizes": ()}, "sizes"), ({"sizes": (0,)}, "sizes"), ({"sizes": (4.0,)}, "sizes"), ({"sizes": (True,)}, "sizes"),
-    ({"sizes": (1 << 40,)}, "sizes"), ({"frame_rate": 0}, "frame_rate"), ({"frame_rate": float("nan")}, "frame_rate"),
-    ({"frame_rate": "50"}, "frame_rate"), ({"frame_rate": 10**400}, "frame_rate"),
-    ({"sample_rate": 16000.0}, "sample_rate"), ({"codec": "me"}, "codec"),
-    ({"codec": None}, "codec"),
-])
-def test_invalid_codebooks_are_refused(changed, words):
-    with pytest.raises(SbkitError, match=words):
+@pytest.mark.parametrize("changed", [
+    {"sizes": ()}, {"sizes": (0,)}, {"sizes": (4.0,)}, {"sizes": (True,)}, {"sizes": (1 << 40,)}, {"frame_rate": 0},
+    {"frame_rate": float("nan")}, {"frame_rate": "50"}, {"frame_rate": 10**400}, {"sample_rate": 16000.0},
+    {"codec": "me"}, {"codec": None}])
+def test_invalid_codebooks_are_refused(changed):
+    with refused("bad-value"):
         Books(**(BOOKS.to_dict() | changed))
 
 
@@ -95,7 +88,7 @@ def test_codebooks_survive_json():
 @pytest.mark.parametrize("values", [None, [], {}, {"sizes": [4]}, BOOKS.to_dict() | {"more": 1},
                                     BOOKS.to_dict() | {"sizes": 4}, BOOKS.to_dict() | {"sizes": ["4"]}])
 def test_invalid_json_of_codebooks_is_refused(values):
-    with pytest.raises(SbkitError, match=r"^manifest\.json"):
+    with refused("damaged-codes"):
         Books.from_dict(values, "manifest.json")
 
 

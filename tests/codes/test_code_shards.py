@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from safetensors.numpy import load_file, save_file
 
 from sbkit.codes import Books, CodedUtterance, Codes, InvalidCode, writing
 from sbkit.codes.shards import MANIFEST, UnstorableUtterance
-from sbkit.errors import SbkitError
 from sbkit.system import disk
 
 BOOKS = Books((1000, 64), 50.0, 16000, "ab" * 32)
@@ -54,16 +54,13 @@ def test_codes_are_read_in_any_order(tmp_path, sizes, shard_frames):
             codes[index]
 
 
-@pytest.mark.parametrize("changed, words", [
-    ({"sizes": (1000,)}, r"sizes \(1000, 64\) instead of \(1000,\)"), ({"sizes": (1000, 65)}, "sizes "),
-    ({"frame_rate": 25.0}, "frame_rate 50.0"), ({"sample_rate": 24000}, "sample_rate 16000 instead of 24000"),
-    ({"codec": "ac" * 32}, r"codec abababababab\.\.\. instead"),
-])
-def test_codes_of_another_codec_are_refused_before_reading(tmp_path, changed, words):
+@pytest.mark.parametrize("changed", [
+    {"sizes": (1000,)}, {"sizes": (1000, 65)}, {"frame_rate": 25.0}, {"sample_rate": 24000}, {"codec": "ac" * 32}])
+def test_codes_of_another_codec_are_refused_before_reading(tmp_path, changed):
     folder = write(tmp_path / "t", utterances())
     for path in folder.glob("*.safetensors"):
         path.unlink()
-    with pytest.raises(SbkitError, match=rf"manifest.json has codes of another codec: {words}"):
+    with refused("other-codec"):
         Codes(folder, Books(**(BOOKS.to_dict() | changed)))
 
 
@@ -71,7 +68,7 @@ def test_codes_of_another_codec_are_refused_before_reading(tmp_path, changed, wo
 def test_an_invalid_id_leaves_no_folder(tmp_path, level, id):
     wrong = utterances()
     wrong[3].codes[2, level] = id
-    with pytest.raises(InvalidCode, match=f"^u3: frame 2, level {level}: id {id} "):
+    with refused("code-out-of-range", kind=InvalidCode):
         write(tmp_path / "t", wrong, shard_frames=10)
     assert list(tmp_path.iterdir()) == []
 
@@ -95,43 +92,43 @@ def test_an_invalid_id_on_disk_fails_only_its_utterance(tmp_path):
 
     given = utterances()
     codes = Codes(rewritten(write(tmp_path / "t", given), change), BOOKS)
-    with pytest.raises(InvalidCode, match=r"codes-00000.safetensors, u1: frame 2, level 0: id 1063") as error:
+    with refused("code-out-of-range", kind=InvalidCode) as error:
         codes[1]
     assert (error.value.position, error.value.level, error.value.id) == ((2,), 0, 1063)
     same(codes[2], given[2])
-    with pytest.raises(InvalidCode, match=r"u0: frame 0, level 0: id 1000.*; 2 of 7 utterances have such ids") as error:
+    with refused("code-out-of-range", kind=InvalidCode) as error:
         codes.check()
     assert (error.value.position, error.value.id) == ((0,), 1000)
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda t: t.update(codes=t["codes"].astype(np.float32)), "codes must be whole numbers, not F32"),
-    (lambda t: t.update(codes=t["codes"][:, None].copy()), "damaged: it holds"),
-    (lambda t: t.update(codes=t["codes"] > 0), "codes must be whole numbers, not BOOL"),
-    (lambda t: t.update(rows=t["rows"].astype(np.int16)), "rows must be bytes, not I16"),
-    (lambda t: t.update(codes=t["codes"][:, :1].copy()), r"codes must be \[frames, 2\]"),
-    (lambda t: t.update(codes=t["codes"][:-1].copy()), "damaged: it holds"),
-    (lambda t: t.pop("rows"), "damaged: it holds"), (lambda t: t.update(more=np.zeros(3)), "damaged: it holds"),
-    (lambda t: t.update(ends=t["ends"][:-1].copy()), "damaged: it holds"),
-    (lambda t: t["ends"].__setitem__(0, 30), "ends are not"), (lambda t: t["ends"].__setitem__(0, 0), "valid ends"),
-    (lambda t: t["ends"].__setitem__(-1, 10**15), "valid ends"),
-    (lambda t: t["row_ends"].__setitem__(0, -5), "valid ends"),
-    (lambda t: t.update(ends=t["ends"].astype(np.float64)), "not valid ends"),
-    (lambda t: t["rows"].__setitem__(0, ord("[")), "row 0 is not JSON"),
-    (lambda t: t["rows"].__setitem__(2, ord("x")), "row 0 must have an id"),
+@pytest.mark.parametrize("change, code", [
+    (lambda t: t.update(codes=t["codes"].astype(np.float32)), "damaged-codes"),
+    (lambda t: t.update(codes=t["codes"][:, None].copy()), "damaged-codes"),
+    (lambda t: t.update(codes=t["codes"] > 0), "damaged-codes"),
+    (lambda t: t.update(rows=t["rows"].astype(np.int16)), "damaged-codes"),
+    (lambda t: t.update(codes=t["codes"][:, :1].copy()), "bad-codes"),
+    (lambda t: t.update(codes=t["codes"][:-1].copy()), "damaged-codes"),
+    (lambda t: t.pop("rows"), "damaged-codes"), (lambda t: t.update(more=np.zeros(3)), "damaged-codes"),
+    (lambda t: t.update(ends=t["ends"][:-1].copy()), "damaged-codes"),
+    (lambda t: t["ends"].__setitem__(0, 30), "damaged-codes"), (lambda t: t["ends"].__setitem__(0, 0), "damaged-codes"),
+    (lambda t: t["ends"].__setitem__(-1, 10**15), "damaged-codes"),
+    (lambda t: t["row_ends"].__setitem__(0, -5), "damaged-codes"),
+    (lambda t: t.update(ends=t["ends"].astype(np.float64)), "damaged-codes"),
+    (lambda t: t["rows"].__setitem__(0, ord("[")), "damaged-codes"),
+    (lambda t: t["rows"].__setitem__(2, ord("x")), "damaged-codes"),
 ])
-def test_a_shard_with_wrong_contents_is_refused(tmp_path, change, words):
+def test_a_shard_with_wrong_contents_is_refused(tmp_path, change, code):
     codes = Codes(rewritten(write(tmp_path / "t", utterances()), change))
-    with pytest.raises(SbkitError, match=words):
+    with refused(code):
         codes[0]
 
 
 def test_a_shard_that_changed_is_refused_even_if_its_ids_are_valid(tmp_path):
     folder = rewritten(write(tmp_path / "t", utterances()), lambda t: t["codes"].__setitem__((0, 0), 1), honest=False)
-    with pytest.raises(SbkitError, match=r"codes-00000\.safetensors is damaged: it is not the file that manifest"):
+    with refused("damaged-codes"):
         Codes(folder)[0]
     (folder / "codes-00000.safetensors").unlink()
-    with pytest.raises(SbkitError, match="is missing; copy or create"):
+    with refused("damaged-codes"):
         Codes(folder)[0]
 
 
@@ -141,10 +138,10 @@ def test_any_damaged_byte_of_a_shard_is_noticed(tmp_path):
     whole = path.read_bytes()
     for at in range(0, len(whole), 37):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(SbkitError, match="damaged"):
+        with refused("damaged-codes"):
             Codes(folder)[0]
     path.write_bytes(whole[:-1])
-    with pytest.raises(SbkitError, match="damaged"):
+    with refused("damaged-codes"):
         Codes(folder)[0]
 
 
@@ -156,6 +153,7 @@ def test_any_damaged_byte_of_a_shard_is_noticed(tmp_path):
     (("shards", 0, "sha256"), None), (("shards", 0), "codes-00000.safetensors"), (("shards", 0, "more"), 1),
 ])
 def test_invalid_manifests_are_refused(tmp_path, where, value):
+    code = {"format": "not-codes", "version": "newer-version"}.get(where[0], "damaged-codes")
     folder = write(tmp_path / "t", utterances())
     values = json.loads((folder / MANIFEST).read_text())
     at = values
@@ -163,8 +161,9 @@ def test_invalid_manifests_are_refused(tmp_path, where, value):
         at = at[key]
     at[where[-1]] = value
     (folder / MANIFEST).write_text(json.dumps(values))
-    with pytest.raises(SbkitError, match=r"manifest\.json"):
+    with refused(code) as caught:
         Codes(folder)
+    assert MANIFEST in str(caught.value)
 
 
 @pytest.mark.slow
@@ -173,33 +172,33 @@ def test_invalid_manifests_are_refused(tmp_path, where, value):
 def test_any_json_as_manifest_raises_sbkit_error(tmp_path_factory, values):
     folder = tmp_path_factory.mktemp("t")
     (folder / MANIFEST).write_text(json.dumps(values))
-    with pytest.raises(SbkitError):
+    with refused("not-codes", wording=False):
         Codes(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\ud800".encode("utf-8", "surrogatepass")])
 def test_a_manifest_that_is_not_json_raises_sbkit_error(tmp_path, text):
     (tmp_path / MANIFEST).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(SbkitError, match=r"manifest\.json cannot be read"):
+    with refused("damaged-codes"):
         Codes(tmp_path)
 
 
 def test_other_folders_are_reported(tmp_path):
-    with pytest.raises(SbkitError, match=r"has no codes: there is no manifest\.json"):
+    with refused("not-codes"):
         Codes(tmp_path)
-    with pytest.raises(SbkitError, match="none does not exist; sbkit tokenize"):
+    with refused("no-such-path"):
         Codes(tmp_path / "none")
 
 
-@pytest.mark.parametrize("id, codes, words", [
-    ("", [[0, 0]], "no id"), ("u0", [[0, 0]], "two utterances have the id 'u0'"),
-    ("v", np.zeros((0, 2), int), r"\[0, 2\]"),
-    ("v", np.zeros((1, 3, 2), int), r"\[1, 3, 2\]"), ("v", np.zeros((2, 2)), "whole numbers"),
-    ("v", np.zeros(((1 << 20) + 1, 2), np.uint8), "v: it has 1,048,577 frames, but at most 1,048,576 are allowed"),
-    ("\ud800", [[0, 0]], r"\\ud800: its id, text or speaker is not valid Unicode"),
+@pytest.mark.parametrize("id, codes, code", [
+    ("", [[0, 0]], "bad-codes"), ("u0", [[0, 0]], "repeated-id"),
+    ("v", np.zeros((0, 2), int), "bad-codes"),
+    ("v", np.zeros((1, 3, 2), int), "bad-codes"), ("v", np.zeros((2, 2)), "bad-codes"),
+    ("v", np.zeros(((1 << 20) + 1, 2), np.uint8), "unstorable-utterance"),
+    ("\ud800", [[0, 0]], "unstorable-utterance"),
 ])
-def test_invalid_utterances_are_refused(tmp_path, id, codes, words):
-    with pytest.raises(SbkitError, match=words), writing(tmp_path / "t", BOOKS) as out:
+def test_invalid_utterances_are_refused(tmp_path, id, codes, code):
+    with refused(code), writing(tmp_path / "t", BOOKS) as out:
         out.add("u0", [[1, 2]])
         out.add(id, codes)
     assert list(tmp_path.iterdir()) == []
@@ -216,7 +215,7 @@ def test_types_that_numpy_lacks_are_refused(tmp_path):
     path.write_bytes(len(changed).to_bytes(8, "little") + changed + whole[end:])
     manifest["shards"][0] |= {"bytes": path.stat().st_size, "sha256": disk.sha256(path)}
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(SbkitError, match="damaged: codes must be whole numbers, not BF16"):
+    with refused("damaged-codes"):
         Codes(folder)[0]
 
 
@@ -227,23 +226,22 @@ def test_lone_surrogates_are_refused(tmp_path, row):
 
     codes = Codes(rewritten(write(tmp_path / "t", utterances(1)), change))
     for use in (codes.check, lambda: codes.ids):
-        with pytest.raises(SbkitError, match="damaged: row 0 is not valid Unicode"):
+        with refused("damaged-codes"):
             use()
 
 
 def test_an_unstorable_utterance_leaves_the_others(tmp_path):
     with writing(tmp_path / "t", BOOKS) as out:
         out.add("u0", [[1, 2]])
-        for wrong, message in (({"text": "a" * (1 << 20)}, r"id, text and speaker have 1\.0 MB"),
-                            ({"speaker": "\udc00"}, "not valid Unicode")):
-            with pytest.raises(UnstorableUtterance, match=message):
+        for wrong in ({"text": "a" * (1 << 20)}, {"speaker": "\udc00"}):
+            with refused("unstorable-utterance", kind=UnstorableUtterance):
                 out.add("v", [[3, 4]], **wrong)
         out.add("v", [[5, 6]])
     assert [each.codes.tolist() for each in Codes(tmp_path / "t")] == [[[1, 2]], [[5, 6]]]
 
 
 def test_an_empty_folder_is_not_written(tmp_path):
-    with pytest.raises(SbkitError, match="no utterance was added"):
+    with refused("no-utterances"):
         write(tmp_path / "t", [])
     assert list(tmp_path.iterdir()) == []
 
@@ -251,11 +249,11 @@ def test_an_empty_folder_is_not_written(tmp_path):
 def test_a_folder_is_replaced_atomically(tmp_path):
     given = utterances()
     folder = write(tmp_path / "t", given, shard_frames=10)
-    with pytest.raises(SbkitError, match="t already exists"):
+    with refused("output-exists"):
         write(folder, given[:1])
     reading = Codes(folder)
     same(reading[0], given[0])
-    with pytest.raises(InvalidCode):
+    with refused("code-out-of-range", kind=InvalidCode):
         write(folder, [CodedUtterance("a", np.array([[0, 0]])), CodedUtterance("b", np.array([[0, 64]]))], force=True)
     assert len(Codes(folder)) == 7
     write(folder, given[5:], force=True)
@@ -266,14 +264,14 @@ def test_a_folder_is_replaced_atomically(tmp_path):
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "thesis.txt").write_text("all of it")
-    with pytest.raises(SbkitError, match="is neither a folder of codes nor empty, so it is not replaced"):
+    with refused("output-exists"):
         write(tmp_path / "t", utterances(), force=True)
     assert (tmp_path / "t" / "thesis.txt").read_text() == "all of it"
     (tmp_path / "t" / "manifest.json").write_text('{"name": "a web page"}')
-    with pytest.raises(SbkitError, match="is neither a folder of codes nor empty, so it is not replaced"):
+    with refused("output-exists"):
         write(tmp_path / "t", utterances(), force=True)
     (write(tmp_path / "codes", utterances()) / "thesis.txt").write_text("all of it")
-    with pytest.raises(SbkitError, match=r"has files that are not part of a folder of codes: thesis\.txt"):
+    with refused("output-exists"):
         write(tmp_path / "codes", utterances(), force=True)
     assert (tmp_path / "t" / "thesis.txt").read_text() == (tmp_path / "codes" / "thesis.txt").read_text()
 
@@ -282,10 +280,10 @@ def test_a_manifest_that_is_no_regular_file_or_too_large_is_refused_before_it_is
     folder = write(tmp_path / "t", utterances())
     (folder / MANIFEST).unlink()
     (folder / MANIFEST).symlink_to("/dev/zero")  # whose size is said to be 0
-    with pytest.raises(SbkitError, match="cannot be read: it is not a regular file"):
+    with refused("not-readable"):
         Codes(folder)
     (folder / MANIFEST).unlink()
     with open(folder / MANIFEST, "wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(SbkitError, match=r"it has 1\.1 GB; the limit is 67\.1 MB"):
+    with refused("not-readable"):
         Codes(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import re
 import struct
 from contextlib import nullcontext
 
@@ -15,6 +14,7 @@ import soundfile
 import soxr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from sounds import CONTAINERS, FORMATS, contained, encoded, real_data, speechlike
 
 from sbkit.data import audio, mp3
@@ -95,7 +95,7 @@ def test_leaves_no_file_open(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         read_audio(good)
-        with pytest.raises(AudioError):
+        with refused("unknown-audio-format", kind=AudioError):
             read_audio(bad)
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -177,7 +177,7 @@ def test_an_mp3_behind_an_id3_tag_is_found():
 def test_reading_past_the_end_gives_what_there_is_and_starting_there_is_an_error():
     data = encoded(speechlike(1), 16000)
     assert len(read_audio(data, start=0.75, duration=10)) == 4000
-    with pytest.raises(AudioError, match=r"is 1\.00 s long, so it has no audio from 1\.50 s on"):
+    with refused("segment-outside-audio", kind=AudioError):
         read_audio(data, start=1.5)
 
 
@@ -195,7 +195,7 @@ def test_a_member_is_read_by_its_place(tmp_path):
 def test_a_shard_that_ends_too_early_is_named(tmp_path):
     shard = tmp_path / "shard-000007.tar"
     shard.write_bytes(bytes(600))
-    with pytest.raises(AudioError, match=r"shard-000007\.tar.*ends 424 bytes too early"):
+    with refused("damaged-audio", kind=AudioError):
         read_audio(f"{shard}?offset=512&size=512")
 
 
@@ -226,35 +226,36 @@ WAV = encoded(speechlike(1), 16000)
 FLAC = encoded(speechlike(1), 16000, "flac")
 MP3 = encoded(speechlike(4, 48000), 48000, "mp3")
 BROKEN = {
-    "empty": (b"", r"is empty \(0 bytes\)"),
-    "garbage": (b"hello world" * 100, "cannot be decoded"),
-    "html": (b"<!DOCTYPE html><html>404 Not Found</html>", "cannot be decoded"),
-    "a header alone": (WAV[:44], "holds no audio"),
-    "one sample a second": (WAV[:24] + struct.pack("<I", 1) + WAV[28:], "a header with a sample rate of 1 Hz"),
-    "a cut FLAC": (FLAC[: len(FLAC) // 2], "cannot be decoded"),
-    "a cut MP3": (MP3[: len(MP3) // 2], r"cut off: [\d.]+ of 4\.00 s"),
-    "2^32 frames": (FLAC[:22] + b"\xff\xff\xff\xff" + FLAC[26:], r"hours at once; the limit is 4"),
-    "no length": (FLAC[:22] + bytes(4) + FLAC[26:], "does not say in its header how long it is"),
+    "empty": (b"", "empty-audio"),
+    "garbage": (b"hello world" * 100, "unknown-audio-format"),
+    "html": (b"<!DOCTYPE html><html>404 Not Found</html>", "unknown-audio-format"),
+    "a header alone": (WAV[:44], "empty-audio"),
+    "one sample a second": (WAV[:24] + struct.pack("<I", 1) + WAV[28:], "damaged-audio"),
+    "a cut FLAC": (FLAC[: len(FLAC) // 2], "damaged-audio"),
+    "a cut MP3": (MP3[: len(MP3) // 2], "damaged-audio"),
+    "2^32 frames": (FLAC[:22] + b"\xff\xff\xff\xff" + FLAC[26:], "clip-too-long"),
+    "no length": (FLAC[:22] + bytes(4) + FLAC[26:], "damaged-audio"),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_audio_is_named_with_its_cause(what, tmp_path):
-    data, cause = BROKEN[what]
+    data, code = BROKEN[what]
     path = tmp_path / f"{what}.wav"
     path.write_bytes(data)
     for wav in (path, data):
-        with pytest.raises(AudioError, match=cause) as caught:
+        file = path if wav is path else None
+        with refused(code, kind=AudioError, file=file) as caught:
             read_audio(wav)
-        assert str(caught.value).startswith(str(path) if wav is path else f"<{len(data)} bytes of audio>")
+        assert caught.value.wav == (str(path) if wav is path else f"<{len(data)} bytes of audio>")
         assert isinstance(caught.value, UnknownFormat) == (what in ("garbage", "html"))
 
 
 @pytest.mark.parametrize("rate", [16_000, 48_000])
-@pytest.mark.parametrize("value, cause", [
-    (np.nan, "not finite"), (np.inf, "not finite"), (-np.inf, "not finite"), (1e30, r"as large as 1e\+30"),
-    (-1e30, "as large as"), (3e38, "as large as"), (1.01e6, "full scale is 1"), (1e6, None), (-32768, None)])
-def test_training_transcription_and_serving_refuse_the_same_values(value, cause, rate):
+@pytest.mark.parametrize("value, is_sound", [
+    (np.nan, False), (np.inf, False), (-np.inf, False), (1e30, False), (-1e30, False), (3e38, False), (1.01e6, False),
+    (1e6, True), (-32768, True)])
+def test_training_transcription_and_serving_refuse_the_same_values(value, is_sound, rate):
     sound = speechlike(0.5, rate)
     sound[1000] = value
     file = io.BytesIO()
@@ -262,18 +263,17 @@ def test_training_transcription_and_serving_refuse_the_same_values(value, cause,
     data = file.getvalue()
     readers = {"training": lambda: read_audio(data), "transcription": lambda: Recording(data).samples(16_000)}
     for name, read in readers.items():
-        with nullcontext() if cause is None else pytest.raises(AudioError, match=cause):
+        with nullcontext() if is_sound else refused("bad-samples", kind=AudioError):
             assert np.isfinite(read()).all(), name
-    refused = decode(io.BytesIO(data), io.BytesIO(), 16_000, 10.0).get("refused")
-    assert refused is None if cause is None else re.search(cause, refused)
+    assert ("refused" in decode(io.BytesIO(data), io.BytesIO(), 16_000, 10.0)) != is_sound
 
 
-@pytest.mark.parametrize("wav, cause", [
-    ("gone.mp3", "no such file"), ("gone.tar?offset=0&size=10", "no such file"), ("", "is a folder"),
-    ("pipe.wav", "it is not a regular file"), ("pipe.wav?offset=0&size=10", "it is not a regular file")])
-def test_what_is_no_file_is_named_and_not_waited_for(tmp_path, wav, cause):
+@pytest.mark.parametrize("wav, code", [
+    ("gone.mp3", "missing-audio"), ("gone.tar?offset=0&size=10", "missing-audio"), ("", "not-readable"),
+    ("pipe.wav", "not-readable"), ("pipe.wav?offset=0&size=10", "not-readable")])
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path, wav, code):
     os.mkfifo(tmp_path / "pipe.wav")
-    with pytest.raises(AudioError, match=cause) as caught:
+    with refused(code, kind=AudioError) as caught:
         read_audio(str(tmp_path / wav))
     assert caught.value.wav == str(tmp_path / wav) and caught.value.exit_code == 2
     again = pickle.loads(pickle.dumps(caught.value))
@@ -305,7 +305,7 @@ def test_only_segments_are_cut(tmp_path, start, duration, samples):
     assert len(signal) == samples
     np.testing.assert_allclose(signal, speechlike(2)[round(start * 16000) :][:samples], atol=1e-4)
     assert len(read_utterance(str(path), start, duration, speed=0.8)) == samples / 0.8
-    with pytest.raises(AudioError, match=rf"{2 + start:.2f} of its 4\.00 s are missing"):
+    with refused("damaged-audio", kind=AudioError):
         read_utterance(str(path), start, 4.0)
 
 

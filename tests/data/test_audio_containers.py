@@ -11,6 +11,7 @@ import pytest
 import soxr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from sounds import CONTAINERS, contained, speechlike
 
 from sbkit.data.audio import AudioError, audio_info, read_audio
@@ -41,11 +42,10 @@ def test_a_video_is_read_for_its_sound():
     assert abs(seconds - 1) < 0.1 and rate == 16_000
 
 
-@pytest.mark.parametrize(("suffix", "says"), [
-    ("m4a", "damaged or cut off"), ("mp4", "damaged or cut off"), ("webm", "cut off: 2")])
-def test_one_that_was_cut_off_is_refused_from_a_corpus(suffix, says):
+@pytest.mark.parametrize("suffix", ["m4a", "mp4", "webm"])
+def test_one_that_was_cut_off_is_refused_from_a_corpus(suffix):
     data = contained(speechlike(4.0, 48_000), 48_000, suffix)
-    with pytest.raises(AudioError, match=says):
+    with refused("damaged-audio", kind=AudioError):
         audio_info(data[: len(data) * 6 // 10], whole=True)
 
 
@@ -76,19 +76,19 @@ def test_an_mp4_that_claims_packets_without_end_takes_no_memory_for_them():
     sizes, chunks = data.index(b"stsz"), data.index(b"stsc")
     data[sizes + 8 : sizes + 16] = struct.pack(">II", 1, 60_000_000)  # of a byte each: two gigabytes of FFmpeg's index
     data[chunks + 16 : chunks + 20] = struct.pack(">I", 60_000_000)
-    with pytest.raises(AudioError, match="claims more packets than it has bytes"):
+    with refused("damaged-audio", kind=AudioError):
         audio_info(bytes(data))
     size = len(data) * 3 // 4  # each less than the bytes, and both together more
     data[sizes + 8 : sizes + 16] = struct.pack(">II", 1, size)
     data += struct.pack(">I4sIII", 20, b"stsz", 0, 1, size)
-    with pytest.raises(AudioError, match="claims more packets than it has bytes"):
+    with refused("damaged-audio", kind=AudioError):
         audio_info(bytes(data))
     at = data.index(b"moov")  # the same list, compressed
     packed = zlib.compress(data[at - 4 : at - 4 + int.from_bytes(data[at - 4 : at], "big")])
     moov = [(b"dcom", b"zlib"), (b"cmvd", struct.pack(">I", len(data)) + packed)]
     inside = b"".join(struct.pack(">I4s", 8 + len(each), name) + each for name, each in moov)
     hidden = data[: at - 4] + struct.pack(">I4sI4s", 16 + len(inside), b"moov", 8 + len(inside), b"cmov") + inside
-    with pytest.raises(AudioError, match="its list of packets is compressed"):
+    with refused("damaged-audio", kind=AudioError):
         audio_info(bytes(hidden))
 
 
@@ -99,13 +99,13 @@ def test_a_title_is_not_taken_for_a_claim_and_a_box_may_claim_any_length(tmp_pat
     for length in (1 << 40, 1 << 62, (1 << 64) - 1):
         (tmp_path / "long.m4a").write_bytes(long := data[:32] + struct.pack(">I4sQ", 1, b"moov", length) + data[32:])
         for each in (long, tmp_path / "long.m4a"):
-            with pytest.raises(AudioError, match="cannot be decoded: damaged or cut off"):
+            with refused("damaged-audio", kind=AudioError):
                 audio_info(each)
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(AudioError, match=r"is MP4 audio, which needs the package av: pip install 'sbkit\[av\]'"):
+    with refused("missing-package", kind=AudioError):
         audio_info(b"\0\0\0\x20ftypM4A \0\0\0\0")
 
 
@@ -113,7 +113,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
                                   b"ffconcat version 1.0\nfile 'a.wav'\n"])
 def test_lists_of_other_files_are_not_opened(data, tmp_path):
     (tmp_path / "list.m4a").write_bytes(data)
-    with pytest.raises(AudioError, match="cannot be decoded"):
+    with refused("unknown-audio-format", kind=AudioError):
         audio_info(tmp_path / "list.m4a")
 
 

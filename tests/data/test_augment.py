@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from sounds import encoded, speechlike
 from speechbrain.augment import time_domain
 
@@ -25,7 +26,6 @@ from sbkit.data.augment import (
     SpeedPerturb,
     planned_seconds,
 )
-from sbkit.errors import SbkitError
 
 SIGNAL = speechlike(1.0)
 
@@ -67,7 +67,7 @@ def test_speeds_are_drawn_evenly_and_stretch_is_that_of_the_slowest():
 
 
 def test_an_augmentation_of_speechbrain_is_refused_as_a_stage():
-    with pytest.raises(SbkitError, match="SpeedPerturb computes batches of tensors, "):
+    with refused("bad-value"):
         Augment([time_domain.SpeedPerturb(16000)])
 
 
@@ -195,26 +195,23 @@ def test_damaged_files_are_passed_over_and_named_once(noises, caplog):
     assert [caplog.text.count(f"AddNoise: skipped: {noises / f'broken{i}.wav'}") for i in range(2)] == [1, 1]
     for path in ("deep/long.WAV", "short.flac"):
         (noises / path).unlink()
-    with pytest.raises(SbkitError, match="5 files in a row cannot be used"):
+    with refused("too-much-damaged-audio"):
         AddNoise(str(noises), prob=1)(SIGNAL, rng())
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: Augment([AddNoise("/nowhere/noise")]).check(), "AddNoise: /nowhere/noise is not a folder"),
-    (lambda: Augment([Gain(), SpeedPerturb()]), "once, as the first stage"),
-    (lambda: SpeedPerturb([90, 110]), r"speeds are \[90, 110\]"),
-    (lambda: SpeedPerturb(0.9), r"speeds are 0\.9; expected a list"),
-    (lambda: Gain("quiet"), "Gain: low_db is 'quiet'; it must be a number"), (lambda: Gain(prob=5), "prob is 5"),
-    *((lambda wrong=wrong: ApplyCodec(wrong), r"ApplyCodec: codecs are .*; a list of any of ulaw, alaw, gsm")
-      for wrong in (["ulaw", "g729"], "ulaw", [])),
-    *((lambda wrong=wrong: BandPass(high_hz=wrong), r"BandPass: high_hz is .*; expected two frequencies")
+@pytest.mark.parametrize(("make", "code"), [
+    (lambda: Augment([AddNoise("/nowhere/noise")]).check(), "no-such-path"),
+    (lambda: Augment([Gain(), SpeedPerturb()]), "bad-value"), (lambda: SpeedPerturb([90, 110]), "bad-value"),
+    (lambda: SpeedPerturb(0.9), "bad-value"), (lambda: Gain("quiet"), "bad-value"),
+    (lambda: Gain(prob=5), "bad-value"),
+    *((lambda wrong=wrong: ApplyCodec(wrong), "bad-value") for wrong in (["ulaw", "g729"], "ulaw", [])),
+    *((lambda wrong=wrong: BandPass(high_hz=wrong), "bad-value")
       for wrong in ([300, 100], [0, 8000], 3400, ["low", "high"])),
-    (lambda: Augment([AddReverb(Path(__file__).parent)]).check(), r"AddReverb: no audio files in .*looked for .*\.wav"),
-    (lambda: Augment([Gain(), AddNoise("x", sample_rate=16_000)]).set_sample_rate(8000),
-     r"AddNoise has sample_rate 16000.*at 8000.*leave out its sample_rate"),
-    (lambda: AddNoise("x", 20, 10), r"snr_low \(20\) is above snr_high \(10\)"), (lambda: Crop(0), "Crop: seconds")])
-def test_mistakes_are_reported_before_the_first_batch(make, message):
-    with pytest.raises(SbkitError, match=message):
+    (lambda: Augment([AddReverb(Path(__file__).parent)]).check(), "no-audio-files"),
+    (lambda: Augment([Gain(), AddNoise("x", sample_rate=16_000)]).set_sample_rate(8000), "conflicting-options"),
+    (lambda: AddNoise("x", 20, 10), "bad-value"), (lambda: Crop(0), "bad-value")])
+def test_mistakes_are_reported_before_the_first_batch(make, code):
+    with refused(code):
         make()
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from sounds import encoded, speechlike
 
 from sbkit.data.augment import Augment, Crop, Gain, SpeedPerturb
@@ -23,7 +24,6 @@ from sbkit.data.columns import BatchColumns, LabelColumn, Padded, SignalColumn, 
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.plan import Batching, Plan
-from sbkit.errors import SbkitError
 from sbkit.train import batches
 
 CLIPS = 12
@@ -119,12 +119,11 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(sounds, tmp_pat
     corpus = write("csv", tmp_path / "csv", rows(sounds), sounds)
     wanted = {"accent": LabelColumn(), "clean": SignalColumn()}
     for act in (lambda: corpus.check_source(False, wanted), lambda: prepared(corpus, wanted)):
-        with pytest.raises(SbkitError, match="has no column for the accent: looked for any of 'accents', 'accent' "
-                                             "among ID, duration, wav, spk_id, mood, clean_wav, voice; name it in the"):
+        with refused("missing-column", key="accent"):
             act()
     for kind in ("jsonl", "parquet"):
         other = write(kind, tmp_path / kind, rows(sounds), sounds)
-        with pytest.raises(SbkitError, match="no column for the colour: looked for 'colour' among ID, duration"):
+        with refused("missing-column", key="colour"):
             other.check_source(False, {"colour": LabelColumn(), "clean": SignalColumn()})
     corpus.check_source(False, DECLARED)
     assert not list((tmp_path / "csv").glob("manifests/*.csv")), "a check prepares nothing"
@@ -132,17 +131,16 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(sounds, tmp_pat
 
 def test_a_column_that_only_the_corpus_names_is_looked_for_too(sounds, tmp_path):
     write("csv", tmp_path, rows(sounds), sounds)
-    for columns, missing in (({"text": "sentence"}, "the text: looked for 'sentence' among ID, duration, wav"),
-                             ({"speaker": "nobody"}, "no column for the text"),
+    for columns, missing in (({"text": "sentence"}, "text"), ({"speaker": "nobody"}, "text"),
                              ({"text": "mood", "speaker": "nobody"}, None), ({"text": "mood"}, None)):
         corpus = Corpus(tmp_path, folder=tmp_path / "m", columns=columns, data_root=sounds)
-        with pytest.raises(SbkitError, match=missing) if missing else contextlib.nullcontext():
+        with refused("missing-column", key=missing) if missing else contextlib.nullcontext():
             corpus.check_source(True, {})
 
 
 def test_a_recordings_folder_has_no_columns(sounds, tmp_path):
     corpus = Corpus(str(sounds), folder=tmp_path / "m", splits={"train": "train"}, only=("train",))
-    with pytest.raises(SbkitError, match="no column for the speaker"):
+    with refused("missing-column"):
         prepared(corpus, {"speaker": LabelColumn()})
 
 
@@ -314,7 +312,7 @@ def test_a_stage_that_would_part_them_is_named(manifest):
         def __call__(self, signal, rng):
             return signal[::2]
 
-    with pytest.raises(SbkitError, match=r"Half changes the length of a recording.*aligned = True"):
+    with refused("unaligned-stage"):
         next(loader(manifest, augment=Augment([Half()])).at(1))
 
 
@@ -341,7 +339,7 @@ def test_labels_are_texts_and_numbers_in_the_recipes_list(manifest):
 
 def test_a_label_that_the_recipe_does_not_list_is_refused_in_training_and_minus_one_in_a_test(manifest):
     fewer = SimpleNamespace(speakers=("s2", "s0"))
-    with pytest.raises(SbkitError, match=r"speakers doesn't list 's1', the speaker of u1 and of 3 more rows"):
+    with refused("unlisted-label"):
         loader(manifest, keys=fewer)
     found = {name: number for batch in EvalLoader(manifest, None, max_batch_seconds=8, workers=0,
                                                   columns=BatchColumns(DECLARED, fewer))
@@ -366,7 +364,7 @@ def test_a_column_of_labels_is_written_into_fingerprints_as_it_always_was():
 
 @pytest.mark.parametrize("listed", [[], "s1", 3])
 def test_a_key_without_a_list_is_named(listed):
-    with pytest.raises(SbkitError, match=r"speakers is .*the list of all values of the column speaker"):
+    with refused("bad-value"):
         BatchColumns(DECLARED, SimpleNamespace(speakers=listed))
 
 

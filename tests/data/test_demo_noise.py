@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from sounds import speechlike
 
 from sbkit.data.augment import Augment
 from sbkit.data.demo_noise import KINDS, DemoNoise
-from sbkit.errors import SbkitError
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,7 +45,7 @@ def test_silence_stays_silent_and_some_utterances_stay_as_they_are():
 
 
 def test_unknown_noises_and_turned_limits_are_refused():
-    with pytest.raises(SbkitError, match=r"unknown noise 'his'; kinds are hiss, hum"):
+    with refused("bad-value"):
         DemoNoise(["hum", "his"])
-    with pytest.raises(SbkitError, match="snr_low"):
+    with refused("bad-value"):
         DemoNoise(["hum"], snr_low=3, snr_high=2)

@@ -19,6 +19,7 @@ import soundfile
 import torch
 from batches import tensors_by_field
 from processes import Beside
+from refusals import refused
 from sounds import encoded, speechlike
 
 from sbkit.data import reader
@@ -29,7 +30,6 @@ from sbkit.data.loader import EvalLoader, TrainLoader, eval_batches
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.data.shapes import Shape
-from sbkit.errors import SbkitError
 
 
 class Letters:
@@ -261,7 +261,7 @@ def test_starts_at_any_step_without_those_before_it(manifest, workers, monkeypat
         assert all(map(same, rest, [batch for batch in whole if batch.step >= 2]))
         assert next(iter(loader.at(3, 1))).step == 1  # the iteration above may be left at any time
         assert list(loader.at(3, loader.steps(3))) == []
-    with pytest.raises(SbkitError, match="it cannot start at step 999"):
+    with refused("corpus-changed"):
         loader.at(3, 999)
 
 
@@ -379,7 +379,7 @@ def test_a_row_shorter_than_its_recording_is_named_once(manifest, workers, caplo
     with make(shorter(manifest, rows), workers=workers) as loader:
         for epoch in (1, 2):
             list(loader.at(epoch))
-    told = [line for line in caplog.messages if "only its begin is read" in line]
+    told = [line for line in caplog.messages if "only its beginning is read" in line]
     assert sorted(line.split(":")[0] for line in told) == sorted(manifest.ids[row] for row in rows)
     row = rows[0]
     line, = (line for line in told if line.startswith(f"{manifest.ids[row]}: "))
@@ -391,14 +391,14 @@ def test_a_row_shorter_than_its_recording_is_named_once(manifest, workers, caplo
 def test_of_many_rows_shorter_than_their_recordings_a_few_are_named(manifest, caplog):
     long = np.flatnonzero(manifest.durations > 0.6)
     list(make(shorter(manifest, long)).at(1))
-    assert len(long) > 10 and sum("only its begin is read" in line for line in caplog.messages) == 5
+    assert len(long) > 10 and sum("only its beginning is read" in line for line in caplog.messages) == 5
 
 
 @pytest.mark.parametrize("rows, starts", [([], None), ([20], [0.0] * 23 + [0.1])], ids=["whole", "segments"])
 def test_whole_recordings_and_segments_are_not_named(manifest, rows, starts, caplog):
     columns = {} if starts is None else {"starts": starts}
     list(make(shorter(manifest, rows, **columns)).at(1))
-    assert "only its begin" not in caplog.text
+    assert "only its beginning" not in caplog.text
 
 
 def test_a_share_that_is_all_damaged_becomes_a_dummy_batch(manifest, tmp_path):
@@ -412,11 +412,9 @@ def test_a_share_that_is_all_damaged_becomes_a_dummy_batch(manifest, tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_much_damage_ends_the_run_and_names_the_first(manifest, workers, tmp_path):
     hurt = damage(manifest, list(range(20)), tmp_path)
-    with make(hurt, workers=workers) as loader, pytest.raises(SbkitError) as caught:
+    with make(hurt, workers=workers) as loader, refused("too-much-damaged-audio", wording=False) as caught:
         list(loader.at(1))
-    text = str(caught.value)
-    assert "recordings read so far are damaged or missing: u" in text and "broken.mp3" in text
-    assert "max_damaged_share" in text and len(loader.damaged) <= 20
+    assert "broken.mp3" in str(caught.value) and len(loader.damaged) <= 20
 
 
 def test_a_resumed_run_counts_on(manifest, tmp_path):
@@ -426,7 +424,7 @@ def test_a_resumed_run_counts_on(manifest, tmp_path):
     resumed = make(hurt, **options)
     resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
     assert resumed.damaged == stopped.damaged and len(resumed.damaged) == 3
-    with pytest.raises(SbkitError, match="recordings read so far"):
+    with refused("too-much-damaged-audio"):
         list(resumed.at(2))
 
 
@@ -439,22 +437,20 @@ class BrokenStage:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("broken", "message", "source"), [
-    ({"augment": Augment([BrokenStage()])}, "reading epoch 1, step 0 failed: TypeError: no noise today",
-     'raise TypeError("no noise today")'),
-    ({"tokenizer": Broken()}, "Broken.encode can't take the text of u8, 'hellossssssss': TypeError: no tokens today",
-     "")], ids=["augmentation", "encoding"])
-def test_an_error_in_a_worker_arrives_with_its_cause(manifest, workers, broken, message, source):
-    with make(manifest, workers=workers, **broken) as loader, pytest.raises(SbkitError) as caught:
+@pytest.mark.parametrize(("broken", "source"), [
+    ({"augment": Augment([BrokenStage()])}, 'raise TypeError("no noise today")'), ({"tokenizer": Broken()}, "")],
+    ids=["augmentation", "encoding"])
+def test_an_error_in_a_worker_arrives_with_its_cause(manifest, workers, broken, source):
+    with make(manifest, workers=workers, **broken) as loader, refused("task-code-failed") as caught:
         list(loader.at(1))
-    assert str(caught.value) == message and source in str(caught.value.__cause__)
+    assert source in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("signum, said", [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, r"signal \d+")])
 def test_a_worker_that_is_killed_is_reported_with_what_it_read_last(manifest, signum, said):
     with make(manifest, Deadly(signum), workers=1) as loader:
         first = next(iter(make(manifest).at(1))).ids[-1]  # all of a batch are read, then it is encoded
-        with pytest.raises(SbkitError) as caught:
+        with refused("worker-died", wording=False) as caught:
             list(loader.at(1))
     wav = manifest.wavs[manifest.ids.index(first)]
     assert re.match(rf"a data worker died: number 0 of 1 \(process \d+\) was killed by {said}; it last read "
@@ -465,7 +461,7 @@ def test_a_worker_that_is_killed_is_reported_with_what_it_read_last(manifest, si
 def test_workers_that_hang_end_the_run(manifest, monkeypatch):
     monkeypatch.setattr(reader.Reader, "signals", lambda *_: time.sleep(600))  # as a dead file server would
     with make(manifest, workers=1, timeout=2) as loader:
-        with pytest.raises(SbkitError, match="the data workers hang"):
+        with refused("worker-hangs"):
             list(loader.at(1))
         (worker,) = multiprocessing.active_children()
     worker.join(10)
@@ -485,7 +481,7 @@ def test_a_limit_of_files_below_a_batch_is_said_before_the_first(manifest):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
-        with pytest.raises(SbkitError, match=r"batches of up to 0.3 MB .* only have 0.2 MB here \(ulimit -f\)"):
+        with refused("ulimit-too-low"):
             make(manifest, workers=1)
         assert len(next(iter(make(manifest).at(1))).ids), "without workers there is no such file"
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))

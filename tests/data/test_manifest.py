@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from speechbrain.dataio.dataio import load_data_csv
 
 from sbkit.data import manifest as module
 from sbkit.data.manifest import Column, Manifest, mapped_file
-from sbkit.errors import SbkitError
 
 # All that a file can hold: no NUL (Python's csv reads none before 3.11), no halves of surrogate pairs.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=20)
@@ -131,25 +131,24 @@ def test_columns_behave_like_lists():
         column[3]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("ID,duration,wav\na,1,b\n", "no column 'wrd' (its columns: ID, duration, wav)"),
-    ("ID,duration,wav,wrd\na,1,b\n", "line 2: 3 fields instead of 4"),
-    ("ID,duration,wav,wrd\na,1,b,c\nd,long,e,f\n", "row 2: duration is 'long'"),
-    ("ID,duration,wav,wrd\na,-1,b,c\n", "row 1: duration is '-1'"),
-    ("ID,duration,wav,wrd\na,nan,b,c\n", "row 1: duration is 'nan'"),
-    ("ID,duration,wav,wrd\na,1e308,b,c\n", "row 1: duration is '1e308'"),
-    ("ID,duration,wav,wrd,start\na,1,b,c,x\n", "row 1: start is 'x'"),
-    ("ID,ID,wav,wrd\na,1,b,c\n", "line 1: the column 'ID' appears twice"),
-    ("", "is empty"), ("\n\n", "is empty"),
-    (b"ID,duration,wav,wrd\na,1,b,c\nd,1,e,\xe9t\xe9\n", "line 3, column 'wrd': not UTF-8"),
-    (b"ID,duration,wav,wrd\na,1,b.wav,c\nd,\xff,e.wav\n", "line 3, column 'duration': not UTF-8"),  # and too short
+@pytest.mark.parametrize(("content", "code", "line", "key", "value"), [
+    ("ID,duration,wav\na,1,b\n", "missing-column", None, "wrd", None),
+    ("ID,duration,wav,wrd\na,1,b\n", "malformed-row", 2, None, None),
+    ("ID,duration,wav,wrd\na,1,b,c\nd,long,e,f\n", "malformed-row", None, "duration", "long"),
+    ("ID,duration,wav,wrd\na,-1,b,c\n", "malformed-row", None, "duration", "-1"),
+    ("ID,duration,wav,wrd\na,nan,b,c\n", "malformed-row", None, "duration", "nan"),
+    ("ID,duration,wav,wrd\na,1e308,b,c\n", "malformed-row", None, "duration", "1e308"),
+    ("ID,duration,wav,wrd,start\na,1,b,c,x\n", "malformed-row", None, "start", "x"),
+    ("ID,ID,wav,wrd\na,1,b,c\n", "duplicate-column", 1, "ID", None),
+    ("", "no-utterances", None, None, None), ("\n\n", "no-utterances", None, None, None),
+    (b"ID,duration,wav,wrd\na,1,b,c\nd,1,e,\xe9t\xe9\n", "not-utf8", 3, "wrd", None),
+    (b"ID,duration,wav,wrd\na,1,b.wav,c\nd,\xff,e.wav\n", "not-utf8", 3, "duration", None),  # and too short
 ])
-def test_what_is_wrong_is_named_with_file_and_row(tmp_path, content, message):
+def test_what_is_wrong_is_named_with_file_and_row(tmp_path, content, code, line, key, value):
     path = tmp_path / "m.csv"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(SbkitError) as error:
+    with refused(code, file=path, line=line, key=key, value=value):
         Manifest.read(path)
-    assert message in str(error.value) and str(path) in str(error.value)
 
 
 @pytest.mark.parametrize("content", [
@@ -173,7 +172,7 @@ def test_a_quotation_mark_that_is_never_closed_swallows_no_rows(tmp_path, separa
     rows[2][at] = '"' + rows[2][at]
     path = tmp_path / "x.csv"
     path.write_text("".join(separator.join(row) + "\n" for row in rows))
-    with pytest.raises(SbkitError, match=r"x.csv, line 4: a quotation mark opens a field here and is never closed"):
+    with refused("malformed-list"):
         Manifest.read(path)
     rows[2][at] += '"'
     rows[3][3] = "z"
@@ -186,7 +185,7 @@ def test_a_file_that_goes_on_without_an_end_of_line_is_refused(tmp_path, separat
     path = tmp_path / "x.csv"
     path.write_text(separator.join(["ID", "duration", "wav", "wrd"]) + "\n")
     os.truncate(path, 40 << 20)  # takes no room on the disk
-    with pytest.raises(SbkitError, match=r"x.csv, line 2: the line is too long"):
+    with refused("malformed-list"):
         Manifest.read(path)
 
 
@@ -203,22 +202,22 @@ def test_half_a_million_rows_take_a_second(tmp_path):
     assert written - started < 5 and time.process_time() - written < 5
 
 
-@pytest.mark.parametrize("header, reported", [
-    (",".join(f"c{i}" for i in range(100_000)), "100,000 columns, but at most 10,000 are allowed"),
-    ("x" * (2 << 20), "the header is too long"), ("ID\rwav," + "x" * 10, "not a header"),
-    ("ID,wav," + ",".join("x" * 5000 for _ in range(2)), "appears twice"),
+@pytest.mark.parametrize("header, code", [
+    (",".join(f"c{i}" for i in range(100_000)), "malformed-list"),
+    ("x" * (2 << 20), "malformed-list"), ("ID\rwav," + "x" * 10, "malformed-list"),
+    ("ID,wav," + ",".join("x" * 5000 for _ in range(2)), "duplicate-column"),
 ])
-def test_a_header_of_no_table_is_refused_at_once_and_in_a_short_line(tmp_path, header, reported):
+def test_a_header_of_no_table_is_refused_at_once_and_in_a_short_line(tmp_path, header, code):
     path = tmp_path / "m.csv"
     path.write_bytes(header.encode() + b"\na,b\n")
     began = time.perf_counter()
-    with pytest.raises(SbkitError, match=reported) as error:
+    with refused(code) as error:
         Manifest.read(path)
     assert time.perf_counter() - began < 5 and len(str(error.value)) < 1000
 
 
 def test_a_file_that_is_absent_is_named_and_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "m.csv")
-    for name, message in (("m.csv", r"cannot be read \(it is not a regular file\)"), ("nope.csv", "no such file")):
-        with pytest.raises(SbkitError, match=message):
+    for name, code in (("m.csv", "not-readable"), ("nope.csv", "no-such-path")):
+        with refused(code, file=tmp_path / name):
             Manifest.read(tmp_path / name)

@@ -10,7 +10,7 @@ import pytest
 from sounds import encoded, speechlike
 
 from sbkit.data import measure as module
-from sbkit.data.measure import measure
+from sbkit.data.measure import Cause, measure
 
 
 @pytest.fixture
@@ -36,7 +36,8 @@ def test_seconds_and_causes(wavs, tmp_path, workers, helpers):
     seconds, causes = measure(names, workers=workers, show_progress=False)
     np.testing.assert_allclose(seconds[:12], 0.1 * np.arange(1, 13), atol=1e-4)
     assert np.isnan(seconds[12:]).all()
-    assert "cannot be decoded" in causes[12] and causes[13] == "no such file" and len(causes) == 2
+    assert {i: cause.code for i, cause in causes.items()} == {12: "unknown-audio-format", 13: "missing-audio"}
+    assert causes[13].words == "no such file"
 
 
 @pytest.mark.slow
@@ -51,7 +52,7 @@ def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(w
         "    print(json.dumps([measure_one(wav) for wav in wavs]), flush=True)\n")
     monkeypatch.setattr(module, "COMMAND", [sys.executable, str(helper)])
     seconds, causes = measure(wavs, workers=2, show_progress=False)
-    assert causes == {5: "crashes the decoder"}
+    assert causes == {5: Cause("damaged-audio", "crashes the decoder")}
     assert np.isfinite(np.delete(seconds, 5)).all()
 
 
@@ -86,7 +87,7 @@ def test_an_interrupted_measurement_goes_on(wavs, tmp_path, monkeypatch):
 
 def test_what_failed_is_tried_again(tmp_path):
     journal, wav = tmp_path / "journal", tmp_path / "a.wav"
-    assert measure([str(wav)], journal=journal, show_progress=False)[1] == {0: "no such file"}
+    assert measure([str(wav)], journal=journal, show_progress=False)[1] == {0: Cause("missing-audio", "no such file")}
     wav.write_bytes(encoded(speechlike(0.5), 16000))
     assert measure([str(wav)], journal=journal, show_progress=False)[0][0] == pytest.approx(0.5)
     assert [json.loads(line)[0] for line in journal.read_text().split("\n") if line] == [str(wav)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import soundfile
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.data.augment import Augment, Gain
 from sbkit.data.columns import BatchColumns, LabelColumn, SignalColumn
@@ -19,7 +19,6 @@ from sbkit.data.corpus import Corpus
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.mixture import Mixture, hours_of, hours_of_pass
 from sbkit.data.plan import Batching, Plan
-from sbkit.errors import SbkitError
 
 
 class Keys:
@@ -104,7 +103,7 @@ def test_a_pass_can_go_through_one_part_once(two, tmp_path):
     assert passes == pytest.approx([2 / 0.75 / 3600, 6 / 3600])
     assert len(Plan.of(train.select(np.arange(len(train))), Batching(3), None, 1).epoch(1).members) == 3
     silent = two | {"silent": Corpus(two["read"].source, "en", only=["test"])}
-    with pytest.raises(SbkitError, match="once: part silent of the mixture has no training rows"):
+    with refused("part-without-rows"):
         Mixture(silent, tmp_path / "s", once="silent").prepare(show_progress=False)
 
 
@@ -169,12 +168,12 @@ def test_a_part_may_lack_a_split_that_others_have(two, tmp_path):
     mixture = Mixture({**two, "only": only}, tmp_path / "m")
     found = mixture.prepare(show_progress=False, needed=("train", "dev", "test"))
     assert set(found["dev"].column("corpus")) == {"read", "calls"} and "only:train0" in found["train"].ids
-    with pytest.raises(SbkitError, match="best_by: part only of the mixture has no dev split"):
+    with refused("missing-split"):
         Mixture({**two, "only": only}, tmp_path / "m", best_by="only").prepare(False, needed=("dev",))
-    with pytest.raises(SbkitError, match="no part of the mixture has a test split, and parts aren't divided"):
+    with refused("missing-split"):
         Mixture({"only": only}, tmp_path / "n").prepare(False, needed=("train", "test"))
     tested = Corpus(source(tmp_path / "tested", test=["Ten"]), only=("test",))
-    with pytest.raises(SbkitError, match="part tested of the mixture has a weight but no training rows"):
+    with refused("part-without-rows"):
         Mixture({**two, "tested": tested}, tmp_path / "m", weights={"read": 1, "calls": 1, "tested": 1}).prepare(False)
     found = Mixture({**two, "tested": tested}, tmp_path / "m",
                     weights={"read": 1, "calls": 1, "tested": 0}).prepare(False)
@@ -194,46 +193,38 @@ def test_a_clean_column_that_one_part_lacks_is_its_own_recording(two, tmp_path):
 
 
 WRONG = [
-    ({"weights": {"read": 0, "calls": 0}}, "weights are all 0, so there is nothing to train on"),
-    ({"weights": {"read": 1, "phone": 1}}, "weights names 'phone', which is no part; parts are read, calls"),
-    ({"weights": {"read": 1}}, "weights has no entry for calls; give it 0"),
-    ({"weights": {"read": 1, "calls": -1}}, "weights: calls is -1"),
-    ({"weights": [1, 2]}, r"weights is \[1, 2\]; write a number for each part: {read: 1, calls: 1}"),
-    ({"weights": {"read": 1, "calls": 1}, "temperature": 2}, "weights and temperature both set"),
-    ({"temperature": 0}, "temperature is 0"),
-    ({"weights": {"read": 1, "calls": 0}, "once": "calls"}, "once is 'calls', whose weight is 0"),
-    ({"weights": [1, 2], "once": "calls"}, r"weights is \[1, 2\]"),
-    ({"once": ["calls"]}, r"once is \['calls'\], which is no part"),
-    ({"best_by": "phone"}, "best_by is 'phone'; it is mean or one of read, calls"),
-    ({"parts": {}}, "parts must be corpora"),
-    ({"parts": {"read": "/data"}}, "parts must be corpora"),
-    ({"parts": {"a:b": Corpus(".")}}, "parts: 'a:b' can't be a part's name"),
-    ({"parts": {"a": Corpus("."), "b": Corpus(".", text={"case": "upper"})}},
-     "parts: a and b have different text rules: text.case is 'lower' and 'upper'"),
+    ({"weights": {"read": 0, "calls": 0}}, "bad-value"), ({"weights": {"read": 1, "phone": 1}}, "unknown-part"),
+    ({"weights": {"read": 1}}, "bad-value"), ({"weights": {"read": 1, "calls": -1}}, "bad-value"),
+    ({"weights": [1, 2]}, "bad-value"), ({"weights": {"read": 1, "calls": 1}, "temperature": 2}, "conflicting-options"),
+    ({"temperature": 0}, "bad-value"), ({"weights": {"read": 1, "calls": 0}, "once": "calls"}, "conflicting-options"),
+    ({"weights": [1, 2], "once": "calls"}, "bad-value"), ({"once": ["calls"]}, "unknown-part"),
+    ({"best_by": "phone"}, "unknown-part"), ({"parts": {}}, "bad-value"), ({"parts": {"read": "/data"}}, "bad-value"),
+    ({"parts": {"a:b": Corpus(".")}}, "bad-value"),
+    ({"parts": {"a": Corpus("."), "b": Corpus(".", text={"case": "upper"})}}, "different-text-rules"),
     ({"parts": {"a": Corpus(".", "en"), "b": Corpus(".", "cs"), "c": Corpus(".", "cs", text={"keep_anywhere": "."})}},
-     "parts: b and c have different text rules: text.keep_anywhere is '' and '.'"),
-    ({"parts": {"a": Corpus(".", "english")}}, "parts: a: language 'english' is not a language code; write a code"),
+     "different-text-rules"),
+    ({"parts": {"a": Corpus(".", "english")}}, "bad-value"),
 ]
 
 
-@pytest.mark.parametrize("options, message", WRONG, ids=[message[:30] for _, message in WRONG])
-def test_mistakes_are_named(options, message):
+@pytest.mark.parametrize("options, code", WRONG)
+def test_mistakes_are_named(options, code):
     parts = {"read": Corpus("."), "calls": Corpus(".")}
-    with pytest.raises(SbkitError, match=f"^mixture: {message}"):
+    with refused(code):
         Mixture(**{"parts": parts, **options})
 
 
 def test_a_split_that_is_none_of_a_mixture_is_refused(two, tmp_path):
-    with pytest.raises(SbkitError, match="a mixture has no split other; name a corpus that has it"):
+    with refused("missing-split"):
         Mixture(two, tmp_path / "m").only_split("other", tmp_path / "o")
 
 
 def test_a_part_that_can_not_be_prepared_is_named(two, tmp_path):
     gone = {**two, "gone": Corpus(str(tmp_path / "gone"))}
-    with pytest.raises(SbkitError, match=r"part gone of the mixture: .*no such file or folder"):
+    with refused("no-such-path"):
         Mixture(gone, tmp_path / "m").prepare(False)
-    with pytest.raises(SbkitError, match="no such file or folder"):
+    with refused("no-such-path"):
         Mixture(gone, tmp_path / "m").check_exists()
     short = {**two, "short": Corpus(str(tmp_path / "en"), min_duration=5)}
-    with pytest.raises(SbkitError, match=re.escape("part short of the mixture: ") + ".*all 6 rows of the train split"):
+    with refused("all-rows-left-out"):
         Mixture(short, tmp_path / "m").prepare(False)

@@ -5,6 +5,7 @@ import pytest
 import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from sounds import speechlike
 
 from sbkit.data.batch import SAMPLE_RATE
@@ -12,7 +13,6 @@ from sbkit.data.loader import TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.nonspeech import SILENCES, NonSpeech
 from sbkit.data.plan import Batching, Plan
-from sbkit.errors import SbkitError
 
 
 def manifest(durations, shares=None, wav="a.wav"):
@@ -147,15 +147,15 @@ def test_it_is_heard_under_a_share_of_the_utterances_too_at_no_more_than_their_l
     assert max(np.std(each) for each in added) < 1.1 * np.std(utterance)
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda folder: NonSpeech(share=1), "leaves too little speech"),
-    (lambda folder: NonSpeech(share=-0.1), "share"),
-    (lambda folder: NonSpeech(under=30), "under is 30; a share of the corpus' rows"),
-    (lambda folder: NonSpeech(folder=str(folder)).added_to(manifest([1.0]), 0), "no audio files"),
-    (lambda folder: NonSpeech(folder=str(folder / "x")).added_to(manifest([1.0]), 0), "is not a folder"),
+@pytest.mark.parametrize("make, code", [
+    (lambda folder: NonSpeech(share=1), "bad-value"),
+    (lambda folder: NonSpeech(share=-0.1), "bad-value"),
+    (lambda folder: NonSpeech(under=30), "bad-value"),
+    (lambda folder: NonSpeech(folder=str(folder)).added_to(manifest([1.0]), 0), "no-audio-files"),
+    (lambda folder: NonSpeech(folder=str(folder / "x")).added_to(manifest([1.0]), 0), "no-such-path"),
 ])
-def test_bad_options_are_refused(tmp_path, make, message):
-    with pytest.raises(SbkitError, match=message):
+def test_bad_options_are_refused(tmp_path, make, code):
+    with refused(code):
         make(tmp_path)
 
 

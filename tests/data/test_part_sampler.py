@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.data.part_sampler import Parts, PartSampler
 from sbkit.data.plan import Batching, Plan
-from sbkit.errors import SbkitError
 
 pytestmark = pytest.mark.slow
 
@@ -136,9 +136,9 @@ def test_a_part_with_a_share_of_nothing_is_never_drawn():
     plan = Plan(seconds, Batching(60), parts=Parts(parts.numbers, {"a": 1.0, "b": 0.0, "c": 2.0}))
     drawn = np.bincount(parts.numbers[plan.epoch(1).members], minlength=3)
     assert drawn[1] == 0 < min(drawn[0], drawn[2])
-    with pytest.raises(SbkitError, match="but no training audio"):
+    with refused("part-without-rows"):
         Plan(seconds, Batching(60), parts=Parts(parts.numbers, {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}))
-    with pytest.raises(SbkitError, match="clips_per groups utterances by label, but a mixture by part"):
+    with refused("conflicting-options"):
         Plan(seconds, Batching(600, clips_per={"speaker": 2}), labels=parts.numbers, parts=parts)
 
 

@@ -4,9 +4,9 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.data.piece_model import piece_model
-from sbkit.errors import SbkitError
 from sbkit.export.vocabulary import read_tokens, write_tokens
 
 
@@ -37,16 +37,17 @@ def test_pieces_cut_a_text_by_their_scores_or_by_merges():
 
 @pytest.mark.parametrize("pieces", [["_", "a", "a"], ["_", "", "a"], ["a", "a"]])
 def test_pieces_that_are_ambiguous_are_refused(pieces):
-    with pytest.raises(SbkitError, match="tokens are duplicates or empty"):
+    with refused("bad-tokenizer"):
         piece_model(pieces)
 
 
 @pytest.mark.parametrize("piece", ["\x1b]0;title\x07", "a\nb", "\x9b2J", "\x7f"])
 def test_a_token_that_a_terminal_would_obey_is_refused_wherever_a_vocabulary_is_read(tmp_path, piece):
-    with pytest.raises(SbkitError, match=r"token 2 of the tokenizer has a control character: '[^\x00-\x1f]+'"):
+    with refused("control-character") as caught:
         piece_model(["_", "a", piece])
-    with pytest.raises(SbkitError, match="token 1 of the tokenizer has a control character"):
+    assert piece not in str(caught.value)
+    with refused("control-character"):
         write_tokens(tmp_path / "tokens.txt", ["_", piece], 0)
     (tmp_path / "tokens.txt").write_bytes(f"<blk> 0\n{piece.replace(chr(10), chr(27))} 1\n".encode())
-    with pytest.raises(SbkitError, match=r"token 1 of .*tokens\.txt has a control character"):
+    with refused("control-character"):
         read_tokens(tmp_path / "tokens.txt", 2)

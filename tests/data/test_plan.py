@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan, unit_of
 from sbkit.data.shapes import MAX_SHAPES
-from sbkit.errors import SbkitError
 
 
 def corpus(n: int = 3000, seed: int = 0) -> np.ndarray:
@@ -251,7 +251,7 @@ def test_no_micro_batch_has_fewer_utterances_than_asked_for(seconds, step, world
     most = (2 * least - 1) * max(seconds) + room
     batching = Batching(most, step, min_batch_utterances=least, max_batch_utterances=utts)
     if len(seconds) < least:
-        with pytest.raises(SbkitError, match=f"has {len(seconds)} utterances, but min_batch_utterances is {least}"):
+        with refused("impossible-batching", wording=False):
             Plan(seconds, batching)
         return
     plan = Plan(seconds, batching, round_seconds=rounded)
@@ -288,7 +288,7 @@ def test_each_step_has_as_many_clips_of_as_many_labels_on_any_ranks(counts, clip
     seconds = np.full(len(labels), 0.5)
     batching = Batching(6, 0.5 * clips * wanted, max_batch_utterances=clips * at_most, clips_per={"speaker": clips})
     if sum(count >= clips for count in counts) < wanted:
-        with pytest.raises(SbkitError, match="clips_per: "):
+        with refused("impossible-batching", wording=False):
             Plan(seconds, batching, labels=labels)
         return
     plan = Plan(seconds, batching, labels=labels, round_seconds=rounded)
@@ -331,7 +331,7 @@ def labelled(*batching, **options):
 
 def test_a_column_of_labels_that_is_not_there_is_named():
     train = Manifest(ids=["a"], durations=[1.0], wavs=["a"], texts=[""], speakers=["x"])
-    with pytest.raises(SbkitError, match=r"no column 'mood' .*speaker.*its name in clips_per"):
+    with refused("missing-column"):
         Plan.of(train, Batching(10, clips_per={"mood": 2}), None, 1)
     assert labelled(10, 4, clips_per={"speaker": 2}).sampler.left_out == 1
 
@@ -353,33 +353,30 @@ def test_what_is_longer_is_rounded_to_no_less(a, b):
     assert rounded[0] <= rounded[1] * (1 + 1e-6) and low * (1 - 1e-3) <= rounded[0] <= low * 1.126 + 0.32 * (low > 2.56)
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: Plan([1.0, 12.0], Batching(10), ids=["clip3", "clip7"]),
-     r"longer than max_batch_seconds \(10 s\).*clip7 \(12\.00 s\)"),
-    (lambda: Plan([20.0] * 8, Batching(10)), r"row 0 \(20\.00 s\).* and 3 more"),
-    *((lambda wrong=wrong: Plan([1.0, wrong], Batching(10)), r"without a duration: row 1")
+@pytest.mark.parametrize(("make", "code"), [
+    (lambda: Plan([1.0, 12.0], Batching(10), ids=["clip3", "clip7"]), "clip-too-long"),
+    (lambda: Plan([20.0] * 8, Batching(10)), "clip-too-long"),
+    *((lambda wrong=wrong: Plan([1.0, wrong], Batching(10)), "damaged-preparation")
       for wrong in (0.0, -1.0, float("nan"), float("inf"))),
-    (lambda: Plan([], Batching(10)), "training set is empty"), (lambda: Batching(10, 0), "step_seconds is 0"),
-    (lambda: Batching("120 s"), "max_batch_seconds is '120 s'"),
-    (lambda: Batching(10, sort="length"), "sort is 'length'"),
-    *((lambda name=name, wrong=wrong: Batching(10, **{name: wrong}), f"batching: {name} is .*; it must be a (whole )?n")
+    (lambda: Plan([], Batching(10)), "no-utterances"), (lambda: Batching(10, 0), "bad-value"),
+    (lambda: Batching("120 s"), "bad-value"), (lambda: Batching(10, sort="length"), "bad-value"),
+    *((lambda name=name, wrong=wrong: Batching(10, **{name: wrong}), "bad-value")
       for name, wrong in (("buckets", 2.0), ("max_batch_utterances", 1.5), ("buckets", True), ("seed", "one"),
                           ("step_seconds", [30]))),
     (lambda: Plan([2.0, 8.0, 3.0], Batching(20, min_batch_utterances=2), ids=["a", "long", "c"]),
-     r"max_batch_seconds \(20 s\) is too small.* 3 utterances.*such as long \(8\.00 s\); raise it to 24,"),
+     "impossible-batching"),
     (lambda: Plan([2.0, 8.0, 3.0], Batching(30, min_batch_utterances=2, max_batch_utterances=2)),
-     r"max_batch_utterances is 2; .* needs 3 or more"),
-    (lambda: labelled(10, 10, clips_per={"speaker": 2}), r"step_seconds \(10 s\) holds 5 times 2 clips of 1 s, each of "
-     "another speaker, but only 2 have enough clips; lower step_seconds to 4"),
-    (lambda: labelled(10, 2, clips_per={"speaker": 2}), r"holds 1 times 2 clips .* raise step_seconds to 4 or more"),
-    (lambda: labelled(10, 10, clips_per={"mood": 9}), "0 values of the column mood have 9 clips or more"),
-    (lambda: labelled(3, 10, clips_per={"speaker": 4}), r"must hold 4 utterances of any length.* raise it to 4,"),
-    *((lambda wrong=wrong: Batching(10, clips_per=wrong), r"clips_per is .* such as {speaker: 4}")
+     "impossible-batching"),
+    (lambda: labelled(10, 10, clips_per={"speaker": 2}), "impossible-batching"),
+    (lambda: labelled(10, 2, clips_per={"speaker": 2}), "impossible-batching"),
+    (lambda: labelled(10, 10, clips_per={"mood": 9}), "impossible-batching"),
+    (lambda: labelled(3, 10, clips_per={"speaker": 4}), "impossible-batching"),
+    *((lambda wrong=wrong: Batching(10, clips_per=wrong), "bad-value")
       for wrong in ("speaker", {}, {"speaker": 2, "mood": 2}, 4)),
-    (lambda: Batching(10, clips_per={"speaker": 1.5}), r"clips_per: speaker is 1\.5; it must be a whole number"),
-    (lambda: Batching(10, clips_per={"speaker": 2}, sort="ascending"), "clips_per groups utterances by label")])
-def test_mistakes_are_named(make, message):
-    with pytest.raises(SbkitError, match=message):
+    (lambda: Batching(10, clips_per={"speaker": 1.5}), "bad-value"),
+    (lambda: Batching(10, clips_per={"speaker": 2}, sort="ascending"), "conflicting-options")])
+def test_mistakes_are_named(make, code):
+    with refused(code):
         make()
 
 
@@ -411,7 +408,7 @@ def test_shapes_are_rounded_where_that_saves_time_or_as_asked(given, device, com
 def test_a_micro_batch_that_is_measured_is_at_most_a_step_and_needs_one():
     batching = Batching(max_batch_seconds="auto", step_seconds=30)
     assert batching.auto and batching.max_batch_seconds == 30 and not Batching(max_batch_seconds=30).auto
-    with pytest.raises(SbkitError, match="auto needs step_seconds"):
+    with refused("impossible-batching"):
         Batching(max_batch_seconds="auto")
-    with pytest.raises(SbkitError, match="max_batch_seconds is 'all'"):
+    with refused("bad-value"):
         Batching(max_batch_seconds="all", step_seconds=30)

@@ -14,7 +14,7 @@ from sbkit.data.provenance import describe
 SPLITS = {"train": ["one sentence", "two sentences", "three"], "dev": ["a dev sentence"], "test": ["a test sentence"]}
 PEOPLE = "recordings of people"
 UNKNOWN = "it doesn't say whether people or a synthesiser spoke"
-ESPEAK = "speech synthesised by espeak-ng (nobody was recorded)"
+ESPEAK = "speech synthesised by espeak-ng (no recordings of people)"
 
 
 @pytest.fixture

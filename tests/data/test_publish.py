@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from kill_points import Copying, Disturber, disturbed
+from refusals import refused
 
 from sbkit.data import publish
 from sbkit.errors import SbkitError
@@ -226,20 +227,17 @@ def test_what_is_replaced_can_be_kept_and_changes_places_with_what_replaced_it(t
 TRANSFORMERS = json.dumps({"model_type": "wav2vec2", "files": ["thesis.tex"]})
 
 
-@pytest.mark.parametrize("config, others, message", [
-    (TRANSFORMERS, {"thesis.tex": "years"}, "is neither a bundle nor empty"),
-    ('{"format": "sbkit codes"}', {}, "is neither a bundle nor empty"),
-    ("[", {}, "is neither a bundle nor empty"),
-    (None, {"thesis.tex": "years"}, "is neither a bundle nor empty"),
-    ('{"format": "sbkit bundle", "files": {"a": {}}}', {"a": "", "thesis.tex": "years", "data/a": ""},
-     "has files that are not part of a bundle: data, data/a, thesis.tex, so it is not replaced; move them elsewhere"),
-    ('{"format": "sbkit bundle", "files": {"data": {}}}', {"data/thesis.tex": "years"},
-     "has files that are not part of a bundle: data, data/thesis.tex"),
-    ('{"format": "sbkit bundle", "files": {"../b/thesis.tex": {}}}', {"thesis.tex": "years"},
-     "has files that are not part of a bundle: thesis.tex"),
+@pytest.mark.parametrize("config, others", [
+    (TRANSFORMERS, {"thesis.tex": "years"}),
+    ('{"format": "sbkit codes"}', {}),
+    ("[", {}),
+    (None, {"thesis.tex": "years"}),
+    ('{"format": "sbkit bundle", "files": {"a": {}}}', {"a": "", "thesis.tex": "years", "data/a": ""}),
+    ('{"format": "sbkit bundle", "files": {"data": {}}}', {"data/thesis.tex": "years"}),
+    ('{"format": "sbkit bundle", "files": {"../b/thesis.tex": {}}}', {"thesis.tex": "years"}),
 ])
 @pytest.mark.parametrize("place", ["to", "keep"])
-def test_what_is_not_a_bundle_or_has_other_files_is_refused_by_name(tmp_path, config, others, message, place):
+def test_what_is_not_a_bundle_or_has_other_files_is_refused_by_name(tmp_path, config, others, place):
     to = tmp_path / "b"
     export(to, 1)
     at = to if place == "to" else publish.previous(to)
@@ -249,9 +247,9 @@ def test_what_is_not_a_bundle_or_has_other_files_is_refused_by_name(tmp_path, co
     for name, text in others.items():
         (at / name).parent.mkdir(parents=True, exist_ok=True)
         (at / name).write_text(text)
-    with pytest.raises(SbkitError, match=message):
+    with refused("output-exists", file=at):
         FOLDER.check_replaceable(at)
-    with pytest.raises(SbkitError, match=message):
+    with refused("output-exists", file=at):
         export(to, 2, keep=publish.previous(to))
     assert {str(path.relative_to(at)): path.read_text() for path in at.rglob("*") if path.is_file()} == others
     assert hidden(to) == []
@@ -319,7 +317,7 @@ def test_the_room_of_an_export_under_way_stays(tmp_path):
 
 def test_a_place_taken_meanwhile_is_not_replaced_unasked(tmp_path):
     to = tmp_path / "b"
-    with pytest.raises(SbkitError, match="cannot be put in place"), publish.temporary_folder(to, FOLDER) as aside:
+    with refused("not-writable"), publish.temporary_folder(to, FOLDER) as aside:
         fill(aside, 2)
         to.mkdir()
         fill(to, 1)

@@ -11,6 +11,7 @@ import time
 import fsspec
 import numpy as np
 import pytest
+from refusals import refused
 from sounds import encoded, speechlike
 
 from sbkit.data import measure
@@ -19,7 +20,6 @@ from sbkit.data.corpus import Corpus
 from sbkit.data.reader import Reader, ReadRequest
 from sbkit.data.remote import Remote
 from sbkit.data.shards import write_shards
-from sbkit.errors import SbkitError
 from sbkit.score.report.cards import AudioEmbedder
 from sbkit.score.utterances import ScoredUtterance
 
@@ -155,14 +155,13 @@ def test_manifests_of_before_say_how_their_urls_are_allowed(tmp_path, local, ser
     made.prepare(show_progress=False)
     made.schemes = None  # what a recipe says that is older than the option
     for read in (made.load, lambda: made.manifest("test")):
-        with pytest.raises(SbkitError, match=r"test\.csv: 1 of its 1 recordings are URLs such as http://") as caught:
+        with refused("url-not-allowed", value=f"{server.url}/a"):
             read()
-        assert "corpus.schemes: [http]" in caught.value.hint
     report = json.loads(made.report_path.read_text())
     report["fingerprint"] = made._fingerprint(made._open(False))
     made.report_path.write_text(json.dumps(report))
     server.asked.clear()
-    with pytest.raises(SbkitError, match="all 1 rows of the test split were left out: 1 refused URL"):
+    with refused("all-rows-left-out"):
         made.prepare(show_progress=False)
     assert server.asked == []
 
@@ -180,12 +179,12 @@ def test_processes_that_measure_know_what_is_allowed(server, monkeypatch):
     seconds, causes = measure.measure([f"{server.url}/a"] * 2, workers=2, remote=Remote(("http",)), show_progress=False)
     assert seconds.tolist() == [0.5, 0.5] and causes == {}
     _, causes = measure.measure([f"{server.url}/a"] * 2, workers=2, show_progress=False)
-    assert "only where that is allowed" in causes[0] and server.asked == ["/a", "/a"]
+    assert causes[0].code == "url-not-allowed" and server.asked == ["/a", "/a"]
 
 
 def test_a_scheme_that_is_never_opened_can_not_be_allowed():
     for scheme in ("reference", "file", "simplecache", "S3"):
-        with pytest.raises(SbkitError, match="corpus: schemes names"):
+        with refused("bad-value"):
             Corpus("x", schemes=[scheme])
         assert Remote((scheme,)).refusal(f"{scheme.lower()}://x")
 
@@ -198,40 +197,33 @@ def test_members_of_a_store_and_of_a_server_are_read_by_range(server):
         file.write(bytes(100) + WAV + bytes(1024))
     for tar, allowed in (("memory://bucket/shard.tar", MEMORY), (f"{server.url}/part", Remote(("http",)))):
         assert np.array_equal(read_audio(f"{tar}?offset=100&size={len(WAV)}", remote=allowed), read_audio(WAV))
-    with pytest.raises(AudioError, match=r"memory://bucket/gone\.tar.*no such file"):
+    with refused("missing-audio", kind=AudioError):
         read_audio("memory://bucket/gone.tar?offset=0&size=4", remote=MEMORY)
-    with pytest.raises(AudioError, match=r"larger than 0\.001 MB"):
+    with refused("failed-download", kind=AudioError):
         read_audio("memory://bucket/shard.tar?offset=0&size=1001", remote=Remote(("memory",), megabytes=0.001))
 
 
-@pytest.mark.parametrize("path, message", [
-    ("moved", r"redirects to http://localhost:\d+/elsewhere, and redirects are not followed"),
-    ("file", "redirects to file:///etc/passwd"),
-    ("gone", "no such file"),
-    ("cut", "the connection ended after 100 of"),
-    ("a?offset=5&size=9", "does not support range requests"),
-    ("endless", r"larger than 0\.1 MB \(corpus.url_megabytes\)"),
-])
-def test_an_answer_that_is_no_recording_is_reported(server, path, message):
-    with pytest.raises(AudioError, match=message):
+@pytest.mark.parametrize("path, code", [
+    ("moved", "failed-download"), ("file", "failed-download"), ("gone", "missing-audio"), ("cut", "failed-download"),
+    ("a?offset=5&size=9", "failed-download"), ("endless", "failed-download")])
+def test_an_answer_that_is_no_recording_is_reported(server, path, code):
+    with refused(code, kind=AudioError):
         audio_info(f"{server.url}/{path}", Remote(("http",), megabytes=0.1))
     assert len(server.asked) == 1 and server.sent < 30e6, "what is sent beyond the limit lies in the system's buffers"
 
 
 def test_a_server_that_trickles_is_left(server):
     started = time.monotonic()
-    with pytest.raises(AudioError, match=r"not downloaded after 0\.5 s"):
+    with refused("failed-download", kind=AudioError):
         audio_info(f"{server.url}/trickle", Remote(("http",), seconds=0.5))
     assert time.monotonic() - started < 30, "sixty seconds are what it would take"
 
 
-@pytest.mark.parametrize("error, message", [
-    (fsspec.exceptions.FSTimeoutError, "not downloaded after 120 s"),
-    (ImportError("Install s3fs to access S3"), r"memory://bucket/a\.wav: Install s3fs to access S3")])
-def test_what_the_client_of_a_store_raises_is_reported_in_plain_words(monkeypatch, error, message):
+@pytest.mark.parametrize("error", [fsspec.exceptions.FSTimeoutError, ImportError("Install s3fs to access S3")])
+def test_what_the_client_of_a_store_raises_is_reported_in_plain_words(monkeypatch, error):
     def fails(*args, **kwargs):
         raise error
 
     monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "cat_file", fails)
-    with pytest.raises(AudioError, match=message):
+    with refused("failed-download", kind=AudioError):
         audio_info("memory://bucket/a.wav", MEMORY)

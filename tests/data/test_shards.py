@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from sounds import encoded, speechlike
 
 from sbkit.cli import main
@@ -24,7 +25,6 @@ from sbkit.data.corpus import Corpus
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.shards import write_shards
-from sbkit.errors import SbkitError
 from sbkit.system import disk
 
 
@@ -249,25 +249,24 @@ def test_the_manifest_that_is_packed_stays(manifest, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["train.csv"]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"shard_size_mb": 0}, "shard_size_mb"), ({"shard_size_mb": float("nan")}, "shard_size_mb"),
-    ({"workers": 0}, "workers"), ({"encode": "mp4"}, "cannot encode shards as 'mp4'.*wav16k, flac"),
-    ({"encode": "wav16k", "sample_rate": 8000}, "wav16k has a sample rate of 16000, not 8000.*encode as wav")])
-def test_wrong_options_are_reported(manifest, tmp_path, options, message):
-    with pytest.raises(SbkitError, match=message):
+@pytest.mark.parametrize(("options", "code"), [
+    ({"shard_size_mb": 0}, "bad-value"), ({"shard_size_mb": float("nan")}, "bad-value"), ({"workers": 0}, "bad-value"),
+    ({"encode": "mp4"}, "bad-value"), ({"encode": "wav16k", "sample_rate": 8000}, "conflicting-options")])
+def test_wrong_options_are_reported(manifest, tmp_path, options, code):
+    with refused(code):
         pack(manifest, tmp_path, **options)
 
 
 def test_what_cannot_be_packed_is_reported(manifest, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(SbkitError, match=r"file: cannot be written \(File exists\)"):
+    with refused("not-writable"):
         pack(manifest, tmp_path / "file")
-    with pytest.raises(SbkitError, match="the manifest is empty"):
+    with refused("no-utterances"):
         pack(manifest.select([]), tmp_path)
-    with pytest.raises(SbkitError, match=r"not one of 20 recordings could be read.*no such file"):
+    with refused("too-much-damaged-audio"):
         pack(manifest.replace(wavs=["/nowhere.mp3"] * 20), tmp_path)
     monkeypatch.setattr(disk, "free", lambda _: 10)
-    with pytest.raises(SbkitError, match=r"\(it needs about .* kB, free: 10 bytes\); choose another folder"):
+    with refused("disk-full"):
         pack(manifest, tmp_path / "full")
 
 

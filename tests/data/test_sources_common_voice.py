@@ -13,11 +13,11 @@ import pytest
 from corpora import NEW_COLUMNS, OLD_COLUMNS, SECONDS, archive, common_voice, prepared
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.data.sources import archive as archive_module
 from sbkit.data.sources import check_exists, open_source
 from sbkit.data.sources.archive import is_unpacked
-from sbkit.errors import SbkitError
 from sbkit.system import disk, processes
 
 SENTENCES = ['He said "no', "a, b; c", "costs $word", "", "last one\u2028really"]
@@ -92,9 +92,9 @@ def test_the_release_root_its_parent_and_the_language_folder_are_the_same(tmp_pa
         assert len(read(place)) == 1
     common_voice(tmp_path / "cv-corpus-21.0", "de", train=["a", "b"])
     assert len(read(home.parent, language="de")) == 2
-    with pytest.raises(SbkitError, match=r"languages there: de, fr\)"):
+    with refused("ambiguous-corpus"):
         read(home.parent)
-    with pytest.raises(SbkitError, match="none for the language 'it'"):
+    with refused("ambiguous-corpus"):
         read(home.parent, language="it")
     common_voice(tmp_path / "cv-corpus-20.0", "de", train=["a"])
     check_exists(tmp_path)  # of two releases, the language is in one
@@ -112,7 +112,7 @@ def test_a_language_that_is_another_than_the_clips_is_warned_of(tmp_path, caplog
 @pytest.mark.parametrize("column", ["path", "sentence"])
 def test_a_needed_column_that_is_not_there_is_named(tmp_path, column):
     home = common_voice(tmp_path, columns=tuple(c for c in NEW_COLUMNS if c != column), train=["a"])
-    with pytest.raises(SbkitError, match=f"no column '{column}'") as error:
+    with refused("missing-column") as error:
         read(home)
     assert f"{home}/train.tsv" in str(error.value) and "is it a Common Voice release?" in str(error.value)
 
@@ -121,17 +121,17 @@ def test_text_that_is_not_utf8_is_named_by_line(tmp_path):
     home = common_voice(tmp_path, columns=("path", "sentence"), train=["a"])
     with open(home / "train.tsv", "ab") as file:
         file.write(b"x.mp3\t\xe9t\xe9\n")
-    with pytest.raises(SbkitError, match=r"train\.tsv, line 3, column '\w+': not UTF-8; save it as UTF-8"):
+    with refused("not-utf8"):
         read(home)
 
 
 def test_folders_that_are_no_release_say_what_was_expected(tmp_path):
-    with pytest.raises(SbkitError, match=r"not a corpus that sbkit recognises; expected a Common Voice folder"):
+    with refused("unknown-corpus-format"):
         open_source(tmp_path, cache=tmp_path)
     (tmp_path / "train.tsv").write_text("path\tsentence\n")
-    with pytest.raises(SbkitError, match="no folder clips/"):
+    with refused("unknown-corpus-format"):
         open_source(tmp_path, cache=tmp_path)
-    with pytest.raises(SbkitError, match="no such file or folder"):
+    with refused("no-such-path"):
         open_source(tmp_path / "absent", cache=tmp_path)
 
 
@@ -174,7 +174,7 @@ def test_a_corpus_that_lies_where_an_archive_would_be_unpacked_is_not_replaced(d
     notes = tmp_path / "mine" / "cv 21 fr" / "notes.txt"
     notes.parent.mkdir(parents=True)
     notes.write_text("years of listening")
-    with pytest.raises(SbkitError, match=r"mine/cv 21 fr, which has other files, so it is not replaced"):
+    with refused("output-exists"):
         prepared(download, tmp_path / "m", cache_folder=tmp_path / "mine")
     assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
 
@@ -182,7 +182,7 @@ def test_a_corpus_that_lies_where_an_archive_would_be_unpacked_is_not_replaced(d
 def test_a_damaged_download_is_named_and_an_interrupted_unpacking_goes_on(download, tmp_path, monkeypatch):
     whole = download.read_bytes()
     download.write_bytes(whole[: len(whole) * 2 // 3])
-    with pytest.raises(SbkitError, match=r"cv 21 fr\.tar\.gz: damaged or not completely downloaded"):
+    with refused("damaged-download"):
         prepared(download, tmp_path / "m")
     assert [p.name for p in (tmp_path / "m" / "audio").glob("cv*")] == ["cv 21 fr.partial"]
     download.write_bytes(whole)
@@ -261,7 +261,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
     member("cv/clips/a.mp3", tarfile.FIFOTYPE)], ids=lambda m: f"{m.name} {m.type.decode()}")
 def test_archives_that_lead_out_of_the_folder_or_hold_links_and_devices_are_refused(tmp_path, entry):
     path = hostile(tmp_path / "evil.tar.gz", (member("cv/train.tsv"), b"path\tsentence\n"), (entry, b"x"))
-    with pytest.raises(SbkitError, match=r"leads out of the folder|neither a plain file nor a folder"):
+    with refused("suspicious-file"):
         prepared(path, tmp_path / "m")
     assert not list(tmp_path.rglob("evil.tsv")) and not list(tmp_path.rglob("a.mp3"))
 
@@ -270,7 +270,7 @@ def test_a_bomb_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(archive_module, "ALWAYS_ALLOWED", 1 << 20)
     path = hostile(tmp_path / "bomb.tar.gz", (member("cv/clips/a.mp3"), bytes(30 << 20)))
     assert path.stat().st_size < 100_000
-    with pytest.raises(SbkitError, match="more than 20 times its size"):
+    with refused("suspicious-file"):
         prepared(path, tmp_path / "m")
     assert sum(file.stat().st_size for file in (tmp_path / "m").rglob("*") if file.is_file()) < 4 << 20
 
@@ -280,7 +280,7 @@ def test_a_note_that_would_fill_the_memory_is_refused(tmp_path):
     header.type, header.size = tarfile.XHDTYPE, 5 << 20
     path = tmp_path / "bomb.tar.gz"
     path.write_bytes(gzip.compress(header.tobuf(tarfile.USTAR_FORMAT) + bytes(6 << 20)))
-    with pytest.raises(SbkitError, match="damaged"):
+    with refused("damaged-download"):
         prepared(path, tmp_path / "m")
 
 
@@ -295,7 +295,7 @@ def test_only_clips_and_tables_are_unpacked(tmp_path):
 
 def test_a_disk_that_is_too_small_is_reported_before(download, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "free", lambda _: 10)
-    with pytest.raises(SbkitError, match=r"\(it needs about .* kB, free: 10 bytes\); set the corpus's cache_folder"):
+    with refused("disk-full"):
         prepared(download, tmp_path / "m")
 
 
@@ -311,7 +311,7 @@ def test_damage_anywhere_in_an_archive_is_reported(tmp_path, packed):
     places = range(40, len(whole) - 8, len(whole) // 15) if packed else headers
     for at in places:
         path.write_bytes(whole[:at] + bytes(x ^ 0x5A for x in whole[at : at + 8]) + whole[at + 8 :])
-        with pytest.raises(SbkitError, match=r"damaged\.tar.*: damaged or not completely downloaded"):
+        with refused("damaged-download"):
             open_source(path, cache=tmp_path / "cache", show_progress=False).names()
         assert not (tmp_path / "cache" / "damaged").exists()
     path.write_bytes(whole)
@@ -322,5 +322,5 @@ def test_an_archive_of_something_else_is_named(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "readme.txt").write_text("no release")
     path = archive(tmp_path / "notes", tmp_path / "notes.tar.gz")
-    with pytest.raises(SbkitError, match=r"notes\.tar\.gz: .* is not a Common Voice language folder"):
+    with refused("ambiguous-corpus"):
         open_source(path, cache=tmp_path / "cache", show_progress=False).names()

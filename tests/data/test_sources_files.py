@@ -10,9 +10,9 @@ import pytest
 from corpora import prepared, recording
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.data.sources import open_source
-from sbkit.errors import SbkitError
 
 
 def read(path: Path, split: str = "train", **options):
@@ -90,19 +90,18 @@ def test_rows_whose_duration_is_taken_from_the_audio_are_counted(tmp_path, durat
 
 def test_columns_under_other_names(tmp_path):
     path = write(tmp_path / "x.csv", "file,said\na.wav,hello\na.wav,twice\n")
-    with pytest.raises(SbkitError, match=r"x\.csv has no column for the text: looked for any of 'wrd', 'text'"
-                                         r".* among file, said; .*columns: \{text: NAME\}"):
+    with refused("missing-column"):
         read(path)
     rows = read(path, columns={"text": "said"})
     assert list(rows.texts) == ["hello", "twice"] and list(rows.ids) == ["a", "a-2"]
-    with pytest.raises(SbkitError, match="looked for 'gone'"):
+    with refused("missing-column"):
         read(path, columns={"text": "gone"})
 
 
 @pytest.mark.parametrize("separator", ["\t", "|"])
 def test_a_csv_without_commas_is_suspected_of_another_separator(tmp_path, separator):
     path = write(tmp_path / "x.csv", separator.join(["ID", "wav", "wrd"]) + "\n")
-    with pytest.raises(SbkitError) as error:
+    with refused("missing-column") as error:
         read(path)
     assert error.value.hint == f"its fields seem to be separated by {separator!r}: use commas, or tabs in a .tsv"
 
@@ -124,7 +123,7 @@ def test_semicolons_separate_what_a_spreadsheet_wrote(tmp_path):
 
 
 def test_a_csv_without_a_header_is_told_so(tmp_path):
-    with pytest.raises(SbkitError) as error:
+    with refused("missing-column") as error:
         read(write(tmp_path / "x.csv", "a/b.MP3,hello there\n"))
     assert error.value.hint == (
         "its first line seems to be a row: put one with the columns' names above it, such as ID,wav,wrd")
@@ -182,7 +181,7 @@ def test_one_object_or_array_of_all(tmp_path, whole, indent):
 @pytest.mark.parametrize("words", [5, [{"word": "hi", "start": 0}]])
 def test_words_that_are_no_text_are_none(tmp_path, words):
     write(tmp_path / "train.json", json.dumps({"u1": {"wav": "a.wav", "words": words}}))
-    with pytest.raises(SbkitError, match="no column for the text"):
+    with refused("missing-column"):
         read(tmp_path)
 
 
@@ -200,13 +199,13 @@ def test_lines_that_cannot_be_used_are_named(tmp_path):
 
 def test_a_file_without_texts_or_paths_says_so_at_once(tmp_path):
     path = write(tmp_path / "train.jsonl", '{"audio_filepath": "a.wav", "said": "x"}\n')
-    with pytest.raises(SbkitError, match=r"train\.jsonl has no column for the text.* audio_filepath, said"):
+    with refused("missing-column"):
         read(path)
     assert list(read(path, columns={"text": "said"}).texts) == ["x"]
-    with pytest.raises(SbkitError, match="neither JSON lines nor one JSON text"):
+    with refused("malformed-list"):
         read(write(tmp_path / "x.json", '{"a": {"wav": '))
     (tmp_path / "y.json").write_bytes(b'{"audio": "\xe9"}')
-    with pytest.raises(SbkitError, match=r"y\.json: .*not UTF-8.*byte 0xe9"):
+    with refused("malformed-list"):
         read(tmp_path / "y.json")
 
 
@@ -232,7 +231,7 @@ def test_a_broken_line_costs_itself_only_wherever_it_stands(tmp_path, broken, at
                                      b'{"audio": "\xe9"}', b"\x00\x01\x02"])
 def test_a_file_without_one_readable_line_is_refused(tmp_path, content):
     (tmp_path / "train.jsonl").write_bytes(content)
-    with pytest.raises(SbkitError, match=r"train\.jsonl: neither JSON lines nor one JSON text: .*expected lines such"):
+    with refused("malformed-list"):
         read(tmp_path / "train.jsonl")
 
 
@@ -277,27 +276,27 @@ def test_shards_of_a_split_are_one_split_in_their_order(tmp_path, suffix, first)
     assert list(source.read("train", False).texts) == [str(i) for i in range(11)]
     assert list(source.read("dev", False).texts) == ["0"]
     (tmp_path / names[3]).unlink()
-    with pytest.raises(SbkitError, match=f"lacks train-{3 + first}-of-11: 1 of 11 shards; add what is missing"):
+    with refused("incomplete-corpus"):
         open_source(tmp_path, cache=tmp_path)
 
 
 def test_shards_of_two_makings_are_not_one_split(tmp_path):
     for name in ("train-1-of-1", "train-1-of-2", "train-2-of-2"):
         write(tmp_path / f"{name}.jsonl", '{"audio": "a.wav", "text": "x"}\n')
-    with pytest.raises(SbkitError, match="has train in different numbers of shards"):
+    with refused("incomplete-corpus"):
         open_source(tmp_path, cache=tmp_path)
 
 
-@pytest.mark.parametrize(("source", "message"), [
-    ("x.docx", "unknown format"), ({"train": "gone.csv"}, r"gone\.csv: no such file"),
-    ({"train": "x.docx"}, "unknown format"), ("gone/too", "no such file or folder"),
+@pytest.mark.parametrize(("source", "code"), [
+    ("x.docx", "unknown-corpus-format"), ({"train": "gone.csv"}, "no-such-path"),
+    ({"train": "x.docx"}, "unknown-corpus-format"), ("gone/too", "no-such-path"),
 ])
-def test_what_is_no_corpus_is_named(tmp_path, monkeypatch, source, message):
+def test_what_is_no_corpus_is_named(tmp_path, monkeypatch, source, code):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gone").mkdir()
     write(tmp_path / "train.csv", "ID,wav,wrd\n")
     write(tmp_path / "x.docx", "")
-    with pytest.raises(SbkitError, match=message):
+    with refused(code):
         open_source(source, cache=tmp_path)
 
 

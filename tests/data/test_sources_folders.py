@@ -2,11 +2,11 @@
 
 import corpora
 import pytest
+from refusals import refused
 
 from sbkit.data.columns import LabelColumn, SignalColumn
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import open_source
-from sbkit.errors import SbkitError
 
 KNOWN = [f"id{10000 + number}" for number in range(1, 12)]
 
@@ -71,15 +71,14 @@ def test_librispeech_is_read_by_its_lists_with_all_parts_of_train(tmp_path, insi
     assert corpus.report["source"]["kind"] == "LibriSpeech"
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda home: folder(home, "train/1.wav", "dev/1.wav", "test/1.wav"),
-     "has recordings but no list with their transcripts"),
-    (lambda home: voxceleb(home, *KNOWN, "id10270"), "VoxCeleb, which has no transcripts"),
-    (corpora.voicebank, "recordings but no transcripts")], ids=["alone", "VoxCeleb", "VoiceBank"])
-def test_where_texts_are_needed_it_is_said_that_there_are_none(tmp_path, make, message):
+@pytest.mark.parametrize("make", [
+    lambda home: folder(home, "train/1.wav", "dev/1.wav", "test/1.wav"),
+    lambda home: voxceleb(home, *KNOWN, "id10270"),
+    corpora.voicebank], ids=["alone", "VoxCeleb", "VoiceBank"])
+def test_where_texts_are_needed_it_is_said_that_there_are_none(tmp_path, make):
     corpus = Corpus(make(tmp_path / "c"), folder=tmp_path / "m")
     for act in (lambda: corpus.prepare(show_progress=False), lambda: corpus.check_source(True, {})):
-        with pytest.raises(SbkitError, match=message):
+        with refused("missing-text"):
             act()
     corpus.check_source(False, {})
 
@@ -160,5 +159,5 @@ def test_a_pair_without_its_clean_half_is_left_out_and_named(tmp_path):
 
 
 def test_a_clean_column_under_a_name_that_it_does_not_have_is_refused(tmp_path):
-    with pytest.raises(SbkitError, match="no column for the clean: looked for 'wet_wav' among id, audio, speak"):
+    with refused("missing-column"):
         with_clean(corpora.voicebank(tmp_path / "vb"), tmp_path / "m", "wet_wav")

@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpora import prepared
+from refusals import refused
 from sounds import encoded, speechlike
 
 from sbkit.data import tar as tar_members
 from sbkit.data.audio import read_audio, read_utterance
 from sbkit.data.sources import embedded, open_source
 from sbkit.data.sources.huggingface import Hub
-from sbkit.errors import SbkitError
 
 
 def make(n: int = 6, kind: str = "flac", paths: bool = False, **columns) -> datasets.Dataset:
@@ -114,7 +114,7 @@ def test_a_disk_that_ends_while_a_dataset_is_read_is_named_and_not_the_shard(tmp
         yield pa.Table.from_pylist([row])
         raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere/cache")
 
-    with pytest.raises(SbkitError, match=r"^/elsewhere/cache could not be written: No space left"):
+    with refused("disk-full", wording=False, file="/elsewhere/cache"):
         embedded.store_rows(tables, tmp_path, "train", "a dataset", show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [".train.lock"]
 
@@ -173,7 +173,7 @@ def test_embedded_segments_end_where_they_say(tmp_path):
 def test_columns_are_found_by_name_or_by_kind_or_named(tmp_path):
     data = make(2).rename_columns({"audio": "recording", "sentence": "said"})
     data.to_parquet(tmp_path / "train.parquet")
-    with pytest.raises(SbkitError, match=r"has no column for the text: .* among recording, said"):
+    with refused("missing-column"):
         open_source(tmp_path, cache=tmp_path / "c").read("train", False)
     rows = open_source(tmp_path, cache=tmp_path / "c", columns={"text": "said"}).read("train", False)
     assert list(rows.texts) == ["Sentence 0!", "Sentence 1!"]
@@ -225,9 +225,8 @@ def test_addresses_on_the_hub(tmp_path, monkeypatch):
     assert Hub("hf://name", tmp_path, {}).id == "name"
     page = open_source("https://huggingface.co/datasets/owner/name?config=fr", cache=tmp_path)
     assert page.fingerprint() == Hub("hf://owner/name?config=fr", tmp_path, {}).fingerprint()
-    for address, message in (("hf://owner/name?lang=fr", "no option 'lang'"),
-                             ("hf://a/b/c", "not the name of a dataset")):
-        with pytest.raises(SbkitError, match=message):
+    for address in ("hf://owner/name?lang=fr", "hf://a/b/c"):
+        with refused("bad-hub-address", value=address):
             Hub(address, tmp_path, {})
 
 
@@ -237,5 +236,5 @@ def test_parquet_files_by_split(tmp_path):
     source = open_source(tmp_path, cache=tmp_path / "c")
     assert {name: len(files) for name, files in source.files.items()} == {"train": 2, "test": 1}
     make(1).to_parquet(tmp_path / "de" / "train.parquet")
-    with pytest.raises(SbkitError, match="several folders; choose one of"):
+    with refused("ambiguous-corpus"):
         open_source(tmp_path, cache=tmp_path / "c")

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 from corpora import prepared
+from refusals import refused
 from sounds import encoded, speechlike
 
 from sbkit.data.corpus import Corpus
-from sbkit.errors import SbkitError
 
 SOUND = encoded(speechlike(0.5), 16_000)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -75,25 +75,25 @@ def test_rows_that_are_unusable_are_reported_and_counted(tmp_path):
 def test_speakers_in_the_third_field_are_asked_about_and_taken_by_number(tmp_path):
     lines = [f"{each}|Text {each}|{'anna' if i % 2 else 'ben'}" for i, each in enumerate(LETTERS)]
     source = folder(tmp_path / "c", lines)
-    with pytest.raises(SbkitError, match="third field has 2 different values for 26 texts, such as 'anna'") as refused:
+    with refused("ambiguous-columns") as caught:
         prepared(source, tmp_path / "m")
-    assert "--corpus.columns '{text: 2, speaker: 3}'" in refused.value.hint
+    assert "--corpus.columns '{text: 2, speaker: 3}'" in caught.value.hint
     _, found = prepared(source, tmp_path / "m", columns={"text": 2, "speaker": 3})
     assert set(found["train"].speakers) == {"anna", "ben"} and everything(found)["c"] == "text c"
 
 
-@pytest.mark.parametrize("columns, message", [
-    ({"text": "raw"}, "text is 'raw', but .* has no header"), ({"speaker": 0}, "speaker is 0, but"),
-    ({"speaker": 4}, "speaker is 4, but .* has 3 fields"), ({"duration": 2}, "columns names the duration")], ids=str)
-def test_fields_that_do_not_exist_are_refused(tmp_path, columns, message):
+@pytest.mark.parametrize("columns", [
+    {"text": "raw"}, {"speaker": 0},
+    {"speaker": 4}, {"duration": 2}], ids=str)
+def test_fields_that_do_not_exist_are_refused(tmp_path, columns):
     source = folder(tmp_path / "c", [f"{each}|{each}|{each}" for each in LETTERS])
-    with pytest.raises(SbkitError, match=message):
+    with refused("bad-value"):
         prepared(source, tmp_path / "m", columns=columns)
 
 
 def test_more_fields_than_ljspeech_has_are_asked_about(tmp_path):
     source = folder(tmp_path / "c", [f"{each}|{each}|{each}|anna" for each in LETTERS])
-    with pytest.raises(SbkitError, match="has 4 fields, and LJSpeech 3"):
+    with refused("ambiguous-columns"):
         prepared(source, tmp_path / "m")
     _, found = prepared(source, tmp_path / "m", columns={"text": 3, "speaker": 4})
     assert set(found["test"].speakers) == {"anna"}

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from refusals import refused
 from sounds import encoded, speechlike
 
 from sbkit.data.sources import open_source
@@ -18,8 +18,8 @@ from sbkit.errors import SbkitError
 
 MEGABYTE = 1 << 20
 LARGE = 400 * MEGABYTE
-#: Reads a file as a corpus, in a process that may have two gigabytes more than after its imports, and prints the error
-#: and by how many megabytes its memory grew.
+#: Reads a file as a corpus, in a process that may have two gigabytes more than after its imports, and prints the code
+#: and the file of the error, and by how many megabytes its memory grew.
 READER = """
 import json, re, resource, sys
 from pathlib import Path
@@ -32,12 +32,12 @@ def megabytes(name):
 
 limit = (megabytes("VmSize") + 2048) << 20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-before, message = megabytes("VmHWM"), ""
+before, code, file = megabytes("VmHWM"), "", ""
 try:
     open_source({"train": sys.argv[1]}, cache=Path(sys.argv[2]), show_progress=False).read("train", False)
 except SbkitError as error:
-    message = str(error)
-print(json.dumps([message, megabytes("VmHWM") - before]))
+    code, file = error.code, error.file
+print(json.dumps([code, file, megabytes("VmHWM") - before]))
 """
 
 
@@ -117,25 +117,18 @@ def varint(value):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures memory as Linux has it")
-@pytest.mark.parametrize(("write", "message"), [
-    (one_large_text, r"of recordings and texts that unpack to 419\.4 MB"),
-    (one_large_recording, r"of recordings and texts that unpack to 419\.4 MB"),
-    (thirty_million_rows, r"30,000,000 rows in \d"),
-    (one_recording_in_many_rows, r"its rows unpack to more than 268\.4 MB"),
-    (nulls_of_a_wide_type, r"of recordings and texts that unpack to 5\d\d\.\d MB"),
-    (one_recording_in_a_column_with_a_dot, r"of recordings and texts that unpack to 68\.2 MB"),
-    (a_footer_that_lies, r"of recordings and texts that unpack to 419\.4 MB"),
-])
-def test_a_small_file_that_unpacks_to_a_large_one_is_refused_in_little_memory(tmp_path, write, message):
+@pytest.mark.parametrize("write", [
+    one_large_text, one_large_recording, thirty_million_rows, one_recording_in_many_rows, nulls_of_a_wide_type,
+    one_recording_in_a_column_with_a_dot, a_footer_that_lies])
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused_in_little_memory(tmp_path, write):
     path = tmp_path / "train.parquet"
     write(path)
     assert path.stat().st_size < 500_000
     done = subprocess.run([sys.executable, "-c", READER, path, tmp_path / "cache"], capture_output=True, text=True,
                           timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    error, grown = json.loads(done.stdout.splitlines()[-1])
-    assert str(path) in error and "\n" not in error
-    assert re.search(message, error), error
+    code, file, grown = json.loads(done.stdout.splitlines()[-1])
+    assert (code, file) == ("suspicious-file", str(path))
     assert grown < LARGE // MEGABYTE, f"{grown} MB"
     assert not [*(tmp_path / "cache").rglob("*.tar*")], "what was written is removed"
 
@@ -164,7 +157,7 @@ def test_files_of_a_split_are_read_one_after_another_in_groups_of_any_size(tmp_p
 def test_a_file_without_a_column_of_the_first_is_named(tmp_path):
     pq.write_table(pa.table({"audio": ["a.wav"], "text": ["good"]}), tmp_path / "train-00000-of-00002.parquet")
     pq.write_table(pa.table({"audio": ["a.wav"]}), tmp_path / "train-00001-of-00002.parquet")
-    with pytest.raises(SbkitError, match=r"train-00001-of-00002\.parquet has no column text, which .*00000"):
+    with refused("missing-column"):
         open_source(tmp_path, cache=tmp_path / "cache", show_progress=False).read("train", False)
 
 
@@ -182,5 +175,5 @@ def test_a_damaged_page_is_an_error_in_a_line(tmp_path):
 
 def test_a_pipe_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "train.parquet")
-    with pytest.raises(SbkitError, match=r"train\.parquet"):
+    with refused("unreadable-dataset"):
         open_source(tmp_path, cache=tmp_path / "cache", show_progress=False).read("train", False)

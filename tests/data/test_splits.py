@@ -7,12 +7,12 @@ import pytest
 import run_folders
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 import sbkit
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import Rows
 from sbkit.data.splits import ALIASES, SPLITS, assign_splits, choose_splits, hold_out
-from sbkit.errors import SbkitError
 
 
 class Named:
@@ -44,15 +44,11 @@ def test_what_the_corpus_names_goes_before_aliases():
         "train": ["validated", "train"], "dev": ["dev"]}
 
 
-@pytest.mark.parametrize("names, wanted, named, message, hint", [
-    (["train"], SPLITS, {"dev": ["valid"]}, "here has no split 'valid' for dev", "it has train"),
-    (["other"], SPLITS, {}, "here (a test) has no split train, dev or test (it has other)", "{train: NAME, "),
-    ([], ("test",), {}, "here (a test) has no split test (it has none)", "{train: NAME, "),
-])
-def test_a_source_without_them_is_refused(names, wanted, named, message, hint):
-    with pytest.raises(SbkitError) as error:
+@pytest.mark.parametrize("names, wanted, named", [
+    (["train"], SPLITS, {"dev": ["valid"]}), (["other"], SPLITS, {}), ([], ("test",), {})])
+def test_a_source_without_them_is_refused(names, wanted, named):
+    with refused("missing-split"):
         choose_splits(Named(*names), wanted, named)
-    assert error.value.message == message and hint in error.value.hint
 
 
 @pytest.mark.slow
@@ -94,7 +90,7 @@ def test_commands_are_divided_by_recording_and_two_rows_not_at_all():
     found = hold_out(digits)
     assert {split: len(found[split]) for split in SPLITS} == {"train": 80, "dev": 10, "test": 10}
     assert set(found["train"].texts) == set(digits.texts)
-    with pytest.raises(SbkitError, match="two has too few rows to take dev and test from it: 2"):
+    with refused("too-few-rows"):
         hold_out(Rows("two", ["a", "b"], ["x.wav"] * 2, ["yes", "no"]))
 
 
@@ -105,15 +101,13 @@ def test_one_list_is_enough_to_train_on(tmp_path, alone):
     assert list(corpus.prepare(show_progress=False)) == ["train"], "nothing is held out that nobody needs"
     found = corpus.prepare(show_progress=False, needed=SPLITS)
     assert {split: len(rows) for split, rows in found.items()} == {"train": 24, "dev": 3, "test": 3}
-    assert "dev and test: sentences of the only list" in corpus.summary()
+    assert "dev and test were split off the only list" in corpus.summary()
     again = corpus.prepare(show_progress=False, needed=SPLITS)
     assert all(again[split].ids == found[split].ids for split in SPLITS)
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"only": ("train",)}, "only leaves out dev and test"),
-    ({"splits": {"train": ["train", "other"]}}, "has no dev and no test split")])
-def test_a_choice_of_lists_is_not_divided(tmp_path, options, said):
+@pytest.mark.parametrize("options", [{"only": ("train",)}, {"splits": {"train": ["train", "other"]}}])
+def test_a_choice_of_lists_is_not_divided(tmp_path, options):
     run_folders.corpus(tmp_path, train=5, other=5)
-    with pytest.raises(SbkitError, match=said):
+    with refused("missing-split"):
         Corpus(tmp_path, folder=tmp_path / "m", **options).prepare(show_progress=False, needed=SPLITS)

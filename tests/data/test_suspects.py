@@ -4,11 +4,11 @@ import pytest
 import run_folders
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Column
 from sbkit.data.suspects import DECISIONS, DROP, KEEP, Exclusions, Suspect, write
-from sbkit.errors import SbkitError
 
 
 def suspect(name, label, decision=DROP, corpus="/data/mine"):
@@ -40,23 +40,23 @@ def test_a_label_that_was_corrected_since_is_kept(listed):
 
 @pytest.mark.parametrize("ids, texts", [(["x", "y"], ["one two", "three"]), (["a", "b"], ["other", "words"])])
 def test_a_list_of_another_corpus_is_refused_by_name(listed, ids, texts):
-    with pytest.raises(SbkitError, match=r"list\.csv is a list of another corpus, /data/mine: 0 of its 2 rows"):
+    with refused("list-of-another-corpus"):
         listed.mask(Column(ids), texts, "here")
 
 
 def test_a_row_that_the_corpus_does_not_have_is_named(listed):
-    with pytest.raises(SbkitError, match="names 1 rows that here does not have: b"):
+    with refused("list-of-another-corpus"):
         listed.mask(Column(["a"]), ["one two"], "here")
 
 
-@pytest.mark.parametrize("content, message", [
-    ("ID,label\na,b\n", "decision"),
-    ("ID,decision,label,corpus\na,perhaps,b,c\n", r"row 1 \(a\): the decision is 'perhaps'"),
-    (f"ID,decision,label,corpus\na,{'b' * 5000},b,c\n", r"the decision is '(b{,100})?\.\.\.;"),
+@pytest.mark.parametrize("content, code", [
+    ("ID,label\na,b\n", "missing-column"),
+    ("ID,decision,label,corpus\na,perhaps,b,c\n", "malformed-row"),
+    (f"ID,decision,label,corpus\na,{'b' * 5000},b,c\n", "malformed-row"),
 ])
-def test_a_list_that_is_none_is_refused(tmp_path, content, message):
+def test_a_list_that_is_none_is_refused(tmp_path, content, code):
     (tmp_path / "list.csv").write_text(content)
-    with pytest.raises(SbkitError, match=message):
+    with refused(code):
         Exclusions.read(tmp_path / "list.csv")
 
 
@@ -89,5 +89,5 @@ def test_a_list_that_has_changed_is_read_again(corpus, tmp_path):
 
 
 def test_a_list_that_is_missing_is_an_error_before_anything_is_read(corpus, tmp_path):
-    with pytest.raises(SbkitError, match="there is no file"):
+    with refused("no-such-path"):
         corpus(exclude=tmp_path / "none.csv").check_exists()

@@ -14,11 +14,11 @@ import pytest
 import sentencepiece as spm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from speechbrain.tokenizers.SentencePiece import SentencePiece
 
 from sbkit.data.manifest import Column
 from sbkit.data.tokens import Tokenizer, count_characters
-from sbkit.errors import SbkitError
 
 TEXTS = [f"{a} {b} the {c}" for a in ("cats", "dogs", "horses") for b in ("see", "hear", "follow")
          for c in ("river", "mountain", "house", "road's end")]
@@ -100,7 +100,7 @@ def test_a_tokenizer_that_checkpoints_depend_on_is_never_replaced(tmp_path):
     Tokenizer(tmp_path, 30).prepare(TEXTS)
     (tmp_path / "CKPT+2026-01-01+00-00-00+00").mkdir()
     Tokenizer(tmp_path, 30).prepare(TEXTS)
-    with pytest.raises(SbkitError, match="checkpoints such as CKPT"):
+    with refused("corpus-changed"):
         Tokenizer(tmp_path, 30).prepare([*TEXTS, "foxes run"])
 
 
@@ -110,9 +110,9 @@ def test_a_tokenizer_stays_when_text_is_added_that_it_can_write(tmp_path, caplog
     with caplog.at_level(logging.INFO):
         grown = Tokenizer(tmp_path, 30).prepare([*TEXTS, TEXTS[0] * 2], grows=True)
     assert grown.path.read_bytes() == before and "trained on other text, but kept" in caplog.text
-    with pytest.raises(SbkitError, match="checkpoints such as CKPT"):
+    with refused("corpus-changed"):
         Tokenizer(tmp_path, 30).prepare([*TEXTS, "šest"], grows=True)
-    with pytest.raises(SbkitError, match=r"has no tokenizer 31_unigram\.model, .* begin a run from this one"):
+    with refused("corpus-changed"):
         Tokenizer(tmp_path, 31).prepare([*TEXTS, "šest"], grows=True)
 
 
@@ -121,7 +121,7 @@ def test_somebody_elses_model_is_neither_reused_nor_replaced_unasked(tmp_path):
     ours = Tokenizer(tmp_path / "mine", 30)
     ours.folder.mkdir()
     ours.path.write_bytes(theirs.read_bytes())
-    with pytest.raises(SbkitError, match="it is not recorded what it was trained on"):
+    with refused("output-exists"):
         ours.prepare(TEXTS)
     given_by_hand = Tokenizer(tmp_path / "mine", model=theirs).prepare(["anything"])
     assert given_by_hand.size == 30 and (given_by_hand.bos_id, given_by_hand.eos_id) == (1, 2)
@@ -134,15 +134,9 @@ def test_a_truncated_model_is_made_anew(tmp_path):
     assert Tokenizer(tmp_path, 30).prepare(TEXTS).path.read_bytes() == whole
 
 
-@pytest.mark.parametrize(("size", "kind", "message"), [
-    (5000, "unigram", r"vocab_size 5000 is too large.*can have \d+ entries.*set output_neurons .* to \d+ or less"),
-    (5000, "bpe", r"vocab_size 5000 is too large.*can have \d+ entries"),
-    (5, "bpe", r"vocab_size 5 is too small.*need 23:"),
-    (5, "unigram", r"vocab_size 5 is too small.*need 23:"),
-    (30, "char", r"vocab_size is 30.*exactly 23 entries; set output_neurons \(which .*\) to 23; for"),
-])
-def test_a_vocabulary_that_does_not_fit_the_text_is_an_error_with_the_right_size(tmp_path, size, kind, message):
-    with pytest.raises(SbkitError, match=message):
+@pytest.mark.parametrize(("size", "kind"), [(5000, "unigram"), (5000, "bpe"), (5, "bpe"), (5, "unigram"), (30, "char")])
+def test_a_vocabulary_that_does_not_fit_the_text_is_an_error_with_the_right_size(tmp_path, size, kind):
+    with refused("wrong-vocab-size"):
         Tokenizer(tmp_path, size, kind).prepare(TEXTS)
     assert not list(tmp_path.iterdir())
 
@@ -172,45 +166,43 @@ def test_only_a_char_model_with_all_characters_follows(tmp_path):
 
 def test_output_neurons_must_fit(trained):
     trained.check(30)
-    with pytest.raises(SbkitError, match=r"output_neurons is 31, but .* has 30 entries"):
+    with refused("wrong-vocab-size"):
         trained.check(31)
 
 
 def test_no_text_no_model(tmp_path):
     for texts in ([], ["", " "]):
-        with pytest.raises(SbkitError, match="no text to train on"):
+        with refused("missing-text"):
             Tokenizer(tmp_path, 30).prepare(texts)
-    with pytest.raises(SbkitError, match="no tokenizer yet"):
+    with refused("not-prepared"):
         Tokenizer(tmp_path, 30).load()
 
 
 def test_files_that_are_no_fitting_model_are_named(tmp_path):
     (tmp_path / "x.model").write_bytes(b"not a model")
-    with pytest.raises(SbkitError, match=r"x\.model is not a SentencePiece model"):
+    with refused("bad-tokenizer"):
         Tokenizer(tmp_path, model=tmp_path / "x.model").load()
     os.truncate(tmp_path / "x.model", 1 << 30)  # takes no room on the disk
-    with pytest.raises(SbkitError, match=r"x\.model: cannot be read \(it has 1\.1 GB; the limit is 67\.1 MB\)"):
+    with refused("not-readable"):
         Tokenizer(tmp_path, model=tmp_path / "x.model").load()
     model = io.BytesIO()
     spm.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=30, unk_id=3,
                                    bos_id=1, eos_id=2, pad_id=0, minloglevel=2)
     (tmp_path / "x.model").write_bytes(model.getvalue())
-    with pytest.raises(SbkitError, match="unknown piece has id 3"):
+    with refused("bad-tokenizer"):
         Tokenizer(tmp_path, model=tmp_path / "x.model").load()
     Tokenizer(tmp_path, 30).prepare(TEXTS).path.rename(tmp_path / "31_unigram.model")
-    with pytest.raises(SbkitError, match="has 30 entries, but the recipe says vocab_size 31"):
+    with refused("wrong-vocab-size"):
         Tokenizer(tmp_path, 31).load()
-    with pytest.raises(SbkitError, match="bos and eos"):
+    with refused("bad-tokenizer"):
         Tokenizer(tmp_path, 31, bos_id=-1, eos_id=-1).load()
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"model_type": "word"}, "model_type is 'word'"), ({"vocab_size": None}, "needs a vocab_size"),
-    ({"character_coverage": 98}, "character_coverage is 98"),
-    ({"vocab_size": 30.0}, "vocab_size is 30.0; it must be a whole"),
-    ({"vocab_size": "30"}, "vocab_size is '30'"), ({"character_coverage": "all"}, "coverage is 'all'")])
-def test_wrong_options_are_named_at_once(tmp_path, options, message):
-    with pytest.raises(SbkitError, match=message):
+@pytest.mark.parametrize("options", [
+    {"model_type": "word"}, {"vocab_size": None}, {"character_coverage": 98}, {"vocab_size": 30.0},
+    {"vocab_size": "30"}, {"character_coverage": "all"}])
+def test_wrong_options_are_named_at_once(tmp_path, options):
+    with refused("bad-value"):
         Tokenizer(tmp_path / "nowhere", **{"vocab_size": 30, **options})
     assert not (tmp_path / "nowhere").exists()
 

@@ -10,6 +10,7 @@ import pytest
 import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from sounds import encoded, speechlike
 
 from sbkit.data import mp3
@@ -41,7 +42,7 @@ def wav_that_says(size: int) -> bytes:
 def test_a_file_cut_in_half_is_cut_off(format):
     data = file_of(format)
     assert audio_info(data, whole=True)[0] == 10.0
-    with pytest.raises(AudioError, match=r"cut off: [45]\.\d+ of (10\.0|9\.99?)\d* s can be read"):
+    with refused("damaged-audio", kind=AudioError):
         audio_info(data[: len(data) // 2], whole=True)
     audio_info(data[: len(data) // 2])  # whoever wants a stretch may find it there
 
@@ -50,7 +51,7 @@ def test_a_file_cut_in_half_is_cut_off(format):
     flac_that_says(RATE), flac_that_says(RATE) + bytes(1_000_000),
     b"ID3\4\0\0\0\0\1\0" + bytes(128) + flac_that_says(RATE)])
 def test_a_flac_that_goes_on_is_said_to(data):
-    with pytest.raises(AudioError, match=r"its header says 1\.00 s, but it goes on to 10\.00 s"):
+    with refused("damaged-audio", kind=AudioError):
         audio_info(data, whole=True)
 
 
@@ -60,7 +61,7 @@ def test_a_flac_that_goes_on_is_said_to(data):
 def test_the_end_of_any_flac_is_found(subtype, level, signal):
     data = file_of("FLAC", subtype, signal, compression_level=level)
     assert audio_info(data, whole=True)[0] == len(signal) / RATE
-    with pytest.raises(AudioError, match=f"it goes on to {len(signal) / RATE + 100:.2f} s|cut off"):
+    with refused("damaged-audio", kind=AudioError):
         audio_info(flac_that_says(len(signal) + 100 * RATE, data), whole=True)
 
 
@@ -78,7 +79,7 @@ def test_a_wav_is_read_as_far_as_its_header_says():
     assert audio_info(data, whole=True)[0] == 1.0
     np.testing.assert_array_equal(read_audio(data), read_audio(WAV)[:RATE])
     np.testing.assert_array_equal(read_audio(wav_that_says(0)), read_audio(WAV))
-    with pytest.raises(AudioError, match="holds no audio"):
+    with refused("empty-audio", kind=AudioError):
         audio_info(WAV[:40] + bytes(4) + b"LIST" + struct.pack("<I", 4) + b"INFO")
 
 

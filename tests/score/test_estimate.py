@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from refusals import refused
 
-from sbkit.errors import SbkitError
 from sbkit.score.estimate import MAX_SAMPLES, MetricEstimate, compare, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.significance import RunComparison
@@ -106,11 +106,11 @@ def test_chance_is_not_called_a_difference():
 
 def test_what_cannot_be_compared_is_refused():
     a = estimate(HIGH, rows([1, 2, 3]), means)
-    with pytest.raises(SbkitError, match="one run has gain, the other distance"):
+    with refused("not-comparable"):
         compare(a, estimate(LOW, rows([1, 2, 3]), means))
-    with pytest.raises(SbkitError, match="1 recordings were scored in one run only: u0003"):
+    with refused("not-comparable"):
         compare(a, estimate(HIGH, rows([1, 2, 3, 4]), means))
-    with pytest.raises(SbkitError, match="too few samples of gain"):
+    with refused("not-comparable"):
         compare(a, MetricEstimate("gain", False, 1.0, a.ids))
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import DROP
-from sbkit.errors import SbkitError
 from sbkit.score.label_errors import (
     UNSEEN,
     LabelScore,
@@ -146,7 +146,7 @@ def test_models_that_have_learnt_nothing_are_distinguished_from_labels_that_are_
     assert judge(rows)[0].expected_right < 0.1
     half = summary([], rows[:900], 900)
     assert "the models recognise " in half and "so most misspelt labels are not listed" in half
-    with pytest.raises(SbkitError, match=r"recognise 31% of the words \(word error rate 69%\), and 40% are needed"):
+    with refused("model-too-weak"):
         require_trained(rows)
     rows = scores([(" ".join(words), " ".join(words)) for words in said()])
     assert summary(suspects(rows, manifest(rows), "x"), rows, len(rows)) == "none of 400 labels is probably wrong"

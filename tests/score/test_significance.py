@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from refusals import refused
 
-from sbkit.errors import SbkitError
 from sbkit.score import significance
 from sbkit.score.rates import ErrorRates
 from sbkit.score.significance import MIN_UTTERANCES, compare, interval, interval_in_text
@@ -98,15 +98,15 @@ def test_each_utterance_is_found_among_many_at_once():
 
 
 def test_runs_on_other_corpora_are_refused():
-    with pytest.raises(SbkitError, match="1 utterance was scored in one run only: u2"):
+    with refused("not-comparable"):
         compare(run([1, 2, 3]), run([1, 2]))
-    with pytest.raises(SbkitError, match="no utterance in common: one scored 2, the other 1"):
+    with refused("not-comparable"):
         compare(run([1, 2]), run([1], names=["u9"]))
-    with pytest.raises(SbkitError, match="2 utterances differ in their reference: u0, u1"):
+    with refused("not-comparable"):
         compare(run([1, 2]), run([1, 2], words=9))
-    with pytest.raises(SbkitError, match="1 utterance differs in its reference: u0"):
+    with refused("not-comparable"):
         compare(run([1]), run([1], words=9))
-    with pytest.raises(SbkitError, match="by word can't be compared with one by character"):
+    with refused("not-comparable"):
         compare(run([1]), ErrorRates("character"))
 
 

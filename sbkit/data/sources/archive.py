@@ -119,7 +119,7 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> None:
             raise SbkitError("damaged-download", f"{archive}: damaged or not completely downloaded ({error})",
                              hint="compare its size and checksum with the download page", file=archive) from None
         except OSError as error:
-            raise SbkitError("cannot-write", f"{error.filename or archive}: {error.strerror or error}",
+            raise SbkitError("not-writable", f"{error.filename or archive}: {error.strerror or error}",
                              file=error.filename or archive) from None
 
 

@@ -136,7 +136,7 @@ class Source(ABC):
         try:
             size = sum(path.stat().st_size for path in files)
         except OSError as error:
-            raise SbkitError("cannot-read", f"{error.filename}: cannot be read ({error.strerror or error})",
+            raise SbkitError("not-readable", f"{error.filename}: cannot be read ({error.strerror or error})",
                              file=error.filename) from None
         if files and size <= _SHORT_LIST_BYTES:
             wavs = self.read(name, show_progress=False).wavs

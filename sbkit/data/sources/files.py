@@ -29,7 +29,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 if content:
                     yield number, content
     except OSError as error:
-        raise SbkitError("cannot-read", f"{path}: cannot be read ({error.strerror or error})", file=path) from None
+        raise SbkitError("not-readable", f"{path}: cannot be read ({error.strerror or error})", file=path) from None
 
 
 def stripped(text: bytes) -> bytes:

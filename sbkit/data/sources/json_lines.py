@@ -117,7 +117,7 @@ def _whole(path: Path) -> list[Any] | None:
             return [_with_id(id_, item) if isinstance(item, dict) else item for id_, item in data.items()]
         return data if isinstance(data, list) else [data]
     except OSError as error:
-        raise SbkitError("cannot-read", f"{path}: cannot be read ({error.strerror or error})", file=path) from None
+        raise SbkitError("not-readable", f"{path}: cannot be read ({error.strerror or error})", file=path) from None
     except ValueError as error:
         what = f"not UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
     # Outside of the handler, because the error holds the whole text, and a file may be one line.

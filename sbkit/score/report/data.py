@@ -385,4 +385,4 @@ def _bytes(path: Path) -> bytes:
     try:
         return untrusted.read_bytes(path, _MAX_BYTES)
     except OSError as error:
-        raise SbkitError("cannot-read", f"{path} can't be read: {error.strerror}", file=path) from None
+        raise SbkitError("not-readable", f"{path} can't be read: {error.strerror}", file=path) from None

@@ -63,7 +63,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
         if other is None and out is None and data.folder == data.run and data.folder.parent.name != EVALUATIONS:
             model_card.write(data)
     except OSError as error:
-        raise SbkitError("cannot-write", f"cannot write {path}: {error.strerror}",
+        raise SbkitError("not-writable", f"cannot write {path}: {error.strerror}",
                          hint="choose another place with --to", file=path) from error
     if compared is not None:
         log(str(compared))

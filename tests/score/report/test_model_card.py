@@ -56,7 +56,7 @@ def test_the_card_says_who_spoke_and_how_many(run):
     whole["source"]["recorded"] = True
     report.write_text(json.dumps(whole))
     write_report(run)
-    said = "peech synthesised by espeak-ng (nobody was recorded), in the layout of Common Voice"
+    said = "peech synthesised by espeak-ng (no recordings of people), in the layout of Common Voice"
     card, page = (run / "README.md").read_text(), (run / "report.html").read_text()
     assert f"## Trained and tested on\n\nS{said}\n" in card and f"s{said}: /data/cv/en" in page
     assert "| train | 90 (1.5 h) | 20 |" in card and "| test | 90 (1.5 h) | unknown |" in card

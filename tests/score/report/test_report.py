@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import run_folders
 import soundfile
+from refusals import refused
 
 from sbkit.cli import main
 from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import Suspect
-from sbkit.errors import SbkitError
 from sbkit.runs import results
 from sbkit.score import utterances
 from sbkit.score.report import charts, suspect_page, write_report
@@ -350,10 +350,10 @@ def test_marks_and_lines_are_spoken_of_where_there_are_some(tmp_path):
 
 def test_runs_that_cannot_be_compared_are_reported(tmp_path, run, capsys):
     other = run_folders.finished_run(tmp_path / "other", run_folders.scored(50))
-    with pytest.raises(SbkitError, match="were scored in one run only"):
+    with refused("not-comparable"):
         write_report(run, against=other)
     unscored = run_folders.finished_run(tmp_path / "unscored", None)
-    with pytest.raises(SbkitError, match="unscored has no scored test set"):
+    with refused("no-results"):
         write_report(run, against=unscored)
     assert main(["report", str(run), "--against", str(tmp_path / "nowhere")]) == 2
     assert "nowhere does not exist; name the output_folder of a run" in capsys.readouterr().err
@@ -364,22 +364,22 @@ def test_runs_that_cannot_be_compared_are_reported(tmp_path, run, capsys):
 def test_damaged_files_are_named(run):
     metrics = run / "metrics.jsonl"
     metrics.write_text("no json\n" + metrics.read_text())
-    with pytest.raises(SbkitError, match=r"metrics.jsonl, line 1: "):
+    with refused("damaged-results"):
         write_report(run)
     run_folders.finished_run(run, run_folders.scored())
     with open(run / "test_utterances.jsonl", "a") as out:
         out.write('{"id": "x"}\n')
-    with pytest.raises(SbkitError, match=r"test_utterances.jsonl, line 61: .*reference"):
+    with refused("damaged-results"):
         write_report(run)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "test_utterances.jsonl", "manifests/prepare_report.json"])
 def test_json_that_is_nested_too_deeply_or_too_large_is_named(run, name):
     (run / name).write_text("[" * 200_000 + "\n\n")
-    with pytest.raises(SbkitError, match=rf"{name}.*nested too deeply"):
+    with refused("damaged-results"):
         write_report(run)
     os.truncate(run / name, 3 << 30)  # takes no room on the disk
-    with pytest.raises(SbkitError, match=rf"{name}.* can't be read: it has 3\.2 GB|{name}, line 1: "):
+    with refused("damaged-results" if name == "test_utterances.jsonl" else "not-readable", file=run / name):
         write_report(run)
 
 
