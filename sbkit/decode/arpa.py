@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sbkit.decode.file_errors import unreadable
 from sbkit.decode.ngram import MAX_ORDER, Level, NGram
 from sbkit.decode.workspace import chunks
 from sbkit.errors import SbkitError, shown
@@ -66,13 +67,18 @@ def _words(model: NGram, ids: np.ndarray) -> Iterator[str]:
     return map(model.words.__getitem__, ids.tolist())
 
 
+_AGAIN = "download or estimate it again"
+
+
 def check_exists(path: str | Path) -> None:
     """Refuse a model that isn't there, without reading it."""
     if not Path(path).exists():
-        raise SbkitError(f"{path}: there is no such language model", hint="sbkit lm estimates one from text")
+        raise SbkitError("no-such-path", f"{path}: there is no such language model",
+                         hint="sbkit lm estimates one from text", file=path)
     if Path(path).is_dir():
-        raise SbkitError(f"{path} is a folder, and a language model is a file in ARPA's format",
-                         hint="name the file, such as words.arpa or words.arpa.gz; sbkit lm estimates one from text")
+        raise SbkitError("no-such-path", f"{path} is a folder, and a language model is a file in ARPA's format",
+                         hint="name the file, such as words.arpa or words.arpa.gz; sbkit lm estimates one from text",
+                         file=path)
 
 
 def read(path: str | Path) -> NGram:
@@ -82,16 +88,16 @@ def read(path: str | Path) -> NGram:
     try:
         data = untrusted.unpack(path, _MAX_BYTES)
     except EOFError:
-        raise SbkitError(f"{path} is truncated: its compressed data ends too early",
-                         hint="download it again or write it again") from None
+        raise SbkitError("damaged-lm", f"{path} is truncated: its compressed data ends too early", hint=_AGAIN,
+                         file=path) from None
     except OSError as error:
-        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise unreadable(path, error) from None
     begin = data.find(b"\\data\\")
     if begin < 0:
         hint = "such a file has a section \\data\\"
         if data.startswith(b"mmap lm http://kheafield.com/code"):
             hint = "it is KenLM's binary: use the ARPA file that it was made from"
-        raise SbkitError(f"{path} is not an ARPA language model", hint=hint)
+        raise SbkitError("damaged-lm", f"{path} is not an ARPA language model", hint=hint, file=path)
 
     levels: list[Level] = []
     words: dict[bytes, int] = {}
@@ -99,24 +105,25 @@ def read(path: str | Path) -> NGram:
     for order, count in enumerate(_counts(path, data, begin), start=1):
         start = data.find(b"\n\\%d-grams:" % order, position)
         if start < 0:
-            raise SbkitError(f"{path} is truncated: its section \\{order}-grams: is missing, and \\data\\ says that "
-                             f"there are {count} {order}-grams", hint="download it again or write it again")
+            raise SbkitError("damaged-lm", f"{path} is truncated: its section \\{order}-grams: is missing, and "
+                             f"\\data\\ says that there are {count} {order}-grams", hint=_AGAIN, file=path)
         position = data.index(b":", start) + 1
         end = data.find(b"\n\\", position)
         section = partial(_line_blocks, data, position, end if end >= 0 else len(data))
         lines = sum(map(len, section()))
         if lines != count:
             what = "is truncated" if lines < count else "is inconsistent"
-            raise SbkitError(f"{path} {what}: its section \\{order}-grams: has {lines} n-grams, and \\data\\ says "
-                             f"{count}", hint="download it again or write it again")
+            raise SbkitError("damaged-lm", f"{path} {what}: its section \\{order}-grams: has {lines} n-grams, and "
+                             f"\\data\\ says {count}", hint=_AGAIN, file=path)
         levels.append(_level(path, order, section, words, levels))
     if end < 0 or not data.startswith(b"\n\\end\\", end):
-        raise SbkitError(f"{path} is truncated: it has no \\end\\", hint="download it again or write it again")
+        raise SbkitError("damaged-lm", f"{path} is truncated: it has no \\end\\", hint=_AGAIN, file=path)
     try:
         return NGram([word.decode("utf-8") for word in words], levels)
     except UnicodeDecodeError as error:  # such a word could never match a transcript
-        raise SbkitError(f"{path}: the word {shown(error.object.decode('utf-8', 'replace'))} is not UTF-8",
-                         hint="convert the file to UTF-8, for example with iconv -f latin1 -t utf-8") from None
+        raise SbkitError("not-utf8", f"{path}: the word {shown(error.object.decode('utf-8', 'replace'))} is not UTF-8",
+                         hint="convert the file to UTF-8, for example with iconv -f latin1 -t utf-8",
+                         file=path) from None
 
 
 def _counts(path: Path, data: bytes, begin: int) -> list[int]:
@@ -125,8 +132,8 @@ def _counts(path: Path, data: bytes, begin: int) -> list[int]:
     header = data[begin:end] if end >= 0 else data[begin:]
     counts = [(int(order), int(count)) for order, count in _COUNT.findall(header)]
     if not 0 < len(counts) <= MAX_ORDER or [order for order, _ in counts] != list(range(1, len(counts) + 1)):
-        raise SbkitError(f"{path}: its \\data\\ section doesn't say how many n-grams of each order there are",
-                         hint="is the file complete?")
+        raise SbkitError("damaged-lm", f"{path}: its \\data\\ section doesn't say how many n-grams of each order there "
+                         "are", hint=_AGAIN, file=path)
     return [count for _, count in counts]
 
 
@@ -169,15 +176,16 @@ def _level(path: Path, order: int, section: Callable[[], Iterator[list[bytes]]],
             context = np.full(len(word), -1, dtype=np.int64)
         missing = np.flatnonzero(context < 0)
         if len(missing):
-            raise SbkitError(f"{path}: the {order}-gram {shown_line(int(missing[0]))} begins with "
-                             f"a {order - 1}-gram that the file lacks")
+            raise SbkitError("damaged-lm", f"{path}: the {order}-gram {shown_line(int(missing[0]))} begins with a "
+                             f"{order - 1}-gram that the file lacks", hint=_AGAIN, file=path)
 
     keys = context * size + ids[:, -1]
     by_key = np.argsort(keys, kind="stable")
     keys = keys[by_key]
     repeated = np.flatnonzero(keys[1:] == keys[:-1])
     if len(repeated):
-        raise SbkitError(f"{path}: the {order}-gram {shown_line(int(by_key[repeated[0] + 1]))} occurs twice")
+        raise SbkitError("damaged-lm", f"{path}: the {order}-gram {shown_line(int(by_key[repeated[0] + 1]))} occurs "
+                         "twice", hint=_AGAIN, file=path)
     return Level(context[by_key].astype(np.int32), ids[by_key, -1].astype(np.int32), log10[by_key], backoff[by_key])
 
 
@@ -206,20 +214,21 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
         log10 = backoff = np.full(len(lines), np.nan)
     if not ((log10 < _MAX_LOG10).all() and (backoff < np.inf).all()):  # False for NaN
         invalid = next((line for line in lines if not _has_valid_numbers(line.split(), order)), lines[0])
-        raise SbkitError(f"{path}: the line {shown(invalid.decode('utf-8', 'replace'))} is not a {order}-gram with its "
-                         "log10 probability (at most 0) and back-off", hint="download it again or write it again")
+        raise SbkitError("damaged-lm", f"{path}: the line {shown(invalid.decode('utf-8', 'replace'))} is not a "
+                         f"{order}-gram with its log10 probability (at most 0) and back-off", hint=_AGAIN, file=path)
     if order == 1:
         before = len(words)
         for word in fields[1::width]:
             words.setdefault(word, len(words))
         if len(words) - before != len(lines):
-            raise SbkitError(f"{path}: a word occurs twice among the 1-grams")
+            raise SbkitError("damaged-lm", f"{path}: a word occurs twice among the 1-grams", hint=_AGAIN, file=path)
         return _Block(log10, backoff, np.arange(before, len(words)))
     try:
         ids = [list(map(words.__getitem__, fields[i::width])) for i in range(1, order + 1)]
     except KeyError as error:
         word = error.args[0].decode("utf-8", "replace")
-        raise SbkitError(f"{path}: the word {shown(word)} is in a {order}-gram, but not among the 1-grams") from None
+        raise SbkitError("damaged-lm", f"{path}: the word {shown(word)} is in a {order}-gram, but not among the "
+                         "1-grams", hint=_AGAIN, file=path) from None
     return _Block(log10, backoff, np.array(ids, dtype=np.int64).T.reshape(-1, order))
 
 
@@ -231,8 +240,8 @@ def _fields_with_backoffs(path: Path, order: int, lines: list[bytes]) -> list[by
         if len(row) == order + 1:
             row.append(b"0")
         elif len(row) != order + 2:
-            raise SbkitError(f"{path}: the line {shown(b' '.join(row).decode('utf-8', 'replace'))} is not a "
-                             f"{order}-gram with its probability")
+            raise SbkitError("damaged-lm", f"{path}: the line {shown(b' '.join(row).decode('utf-8', 'replace'))} is "
+                             f"not a {order}-gram with its probability", hint=_AGAIN, file=path)
         fields += row
     return fields
 

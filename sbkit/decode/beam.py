@@ -37,8 +37,9 @@ class BeamSearch(TokenSearch):
 
     def search(self, batch: Events, weights: FusionWeights | None = None) -> list[list[Hypothesis]]:
         if len(batch) and batch.labels != len(self.pieces):
-            raise SbkitError(f"the model has {batch.labels} outputs, and the tokenizer of the search "
-                             f"{len(self.pieces)} tokens", hint="is it the tokenizer that the model was trained with?")
+            raise SbkitError("tokenizer-mismatch", f"the model has {batch.labels} outputs, but the search's tokenizer "
+                             f"has {len(self.pieces)} tokens",
+                             hint="is it the tokenizer that the model was trained with?")
         return super().search(batch, weights)
 
     def _search_spans(self, batch: Events, weights: FusionWeights, nbest: int
@@ -53,8 +54,8 @@ class BeamSearch(TokenSearch):
 
     def stream(self, spelling: Spelling) -> BeamStream[EventStream]:
         if len(self.pieces) != len(spelling.symbols):
-            raise SbkitError(f"the search has {len(self.pieces)} tokens, and the stream {len(spelling.symbols)}",
-                             hint="use the model's tokens for both")
+            raise SbkitError("tokenizer-mismatch", f"the search has {len(self.pieces)} tokens, and the stream "
+                             f"{len(spelling.symbols)}", hint="use the model's tokens for both")
         line = CTCLine(self.fusion, self.weights, self.beam, self.width)
         return BeamStream(line, EventStream(spelling, self.blank_id, self.events), spelling)
 

@@ -51,7 +51,8 @@ def spell(text: str, pieces: Sequence[str], separator: str | None = WORD_START) 
         last = best[end]
         if last is None:
             unknown = sorted(set(written) - {character for piece in ids for character in piece})
-            raise SbkitError(f"the recogniser has no tokens for {', '.join(map(repr, unknown)) or 'this text'}",
+            raise SbkitError("unspellable-word", "the recogniser has no tokens for "
+                             f"{', '.join(map(repr, unknown)) or 'this text'}",
                              hint="use one that was trained on the same alphabet")
         _, end, piece = last
         spelled.append(piece)

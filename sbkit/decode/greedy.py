@@ -58,7 +58,9 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
         elif needed > size:
             wrong.append(f"{name} (its {count} tokens need {needed} frames, but it has {size})")
     if wrong:
-        raise SbkitError(f"these utterances can't be aligned with their transcript: {', '.join(wrong)}")
+        raise SbkitError("unalignable-transcript", "these utterances can't be aligned with their transcript: "
+                         f"{', '.join(wrong)}",
+                         hint="check these transcripts, and leave out recordings that are too short for them")
     labels = torch.full(log_probs.shape[:2], blank_id, dtype=torch.int64)
     confidence = torch.ones(log_probs.shape[:2])
     for i, (size, count) in enumerate(zip(frames, tokens, strict=True)):  # torchaudio aligns one utterance at a time

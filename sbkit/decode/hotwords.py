@@ -25,18 +25,18 @@ def phrase_boosts(phrases: Mapping[str, float] | Iterable[str] | None,
 def check_no_text(phrases: object) -> None:
     """Raise if hot words are one text instead of a list: its letters would be the words."""
     if isinstance(phrases, str):
-        raise SbkitError(f"the hot words are the text {phrases!r}, but must be a list of words",
+        raise SbkitError("bad-hot-word", f"the hot words are the text {phrases!r}, but must be a list of words",
                          hint=f"put it in a list: [{phrases!r}]")
 
 
 def normalise_phrase(phrase: str) -> str:
     """Return a phrase with single spaces between its words."""
     if not isinstance(phrase, str):
-        raise SbkitError(f"a hot word is {phrase!r}, but must be a text",
+        raise SbkitError("bad-hot-word", f"a hot word is {phrase!r}, but must be a text",
                          hint="boosts are given as {'ada lovelace': 6}")
     normalised = " ".join(phrase.split())
     if not normalised:
-        raise SbkitError("a hot word is empty", hint="leave it out, or write the word")
+        raise SbkitError("bad-hot-word", "a hot word is empty", hint="leave it out, or write the word")
     return normalised
 
 
@@ -52,7 +52,7 @@ class HotWords:
         self.boosts = {normalise_phrase(phrase): float(boost) for phrase, boost in boosts.items()}
         for phrase, boost in self.boosts.items():
             if not boost > 0:
-                raise SbkitError(f"the hot word {phrase!r} has the boost {boost:g}",
+                raise SbkitError("bad-hot-word", f"the hot word {phrase!r} has the boost {boost:g}",
                                  hint="give words a positive boost, such as 5")
         self.words = list(dict.fromkeys(word for phrase in self.boosts for word in phrase.split()))
         self.max_boost = max([0.0, *self.boosts.values()])

@@ -75,10 +75,11 @@ class JointSearch:
                  token_score: float = 0.0, blank_id: int = 0, bos_id: int = 1, eos_id: int = 2):
         for name, value in (("beam", beam), ("nbest", nbest)):
             if not isinstance(value, int) or value < 1:
-                raise SbkitError(f"joint search: {name} is {value!r}", hint="use a whole number of at least 1")
+                raise SbkitError("bad-value", f"joint search: {name} is {value!r}",
+                                 hint="use a whole number of at least 1", key=name, value=value)
         if not 0 < ctc_weight <= 1:
-            raise SbkitError(f"joint search: ctc_weight is {ctc_weight}",
-                             hint="use a value above 0 and up to 1, such as 0.4")
+            raise SbkitError("bad-value", f"joint search: ctc_weight is {ctc_weight}",
+                             hint="use a value above 0 and up to 1, such as 0.4", key="ctc_weight", value=ctc_weight)
         self.tokenizer: Any = tokenizer  # a Tokenizer when a search begins
         self.model_spelling: Spelling | None = None
         """How the model's tokens are written. None: the length of a frame is unknown, so pauses end no word."""

@@ -121,12 +121,13 @@ def read(texts: Iterable[str], min_count: int = 1, files: Workspace | None = Non
         if len(batch) > workspace.CHUNK:
             store()
     if not sentences:
-        raise SbkitError("there is no text to estimate a language model from")
+        raise SbkitError("no-text", "there is no text to estimate a language model from",
+                         hint="give files with a sentence per line")
     store()
     for word in BEGIN, END:
         if counts[numbers[word]] > sentences:
-            raise SbkitError(f"the text contains the word {word}, which marks where sentences begin and end",
-                             hint="remove it from the text")
+            raise SbkitError("reserved-word", f"the text contains the word {word}, which marks where sentences begin "
+                             "and end", hint="remove it from the text", value=word)
     is_kept = counts >= min_count
     is_kept[:len(SPECIAL)] = True
     new_numbers = np.where(is_kept, np.cumsum(is_kept) - 1, 0).astype(np.int32)

@@ -16,11 +16,12 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sbkit.decode import arpa, kneser_ney
+from sbkit.decode.file_errors import unreadable
 from sbkit.decode.ngram import BEGIN, END, LN10, SPECIAL, Level, NGram, Quality
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.spans import WORD_START
 from sbkit.decode.workspace import Workspace, add_by_row, chunks
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown
 from sbkit.system.console import table, time_span
 from sbkit.system.disk import disk_errors_as_user_error, nearest_folder
 from sbkit.system.untrusted import standard_input
@@ -120,25 +121,31 @@ def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer
            min_count: int) -> Sequence[int]:
     """Check all options and return the cutoffs."""
     if not 1 <= order <= 10:
-        raise SbkitError(f"a language model can't have order {order}", hint="use 2 to 6")
+        raise SbkitError("bad-value", f"order is {order}, but a language model has order 1 to 10", hint="use 2 to 6",
+                         key="order", value=order)
     if unit not in UNITS:
-        raise SbkitError(f"a language model can't be over {unit!r}", hint="use word or piece")
+        raise SbkitError("bad-value", f"there is no unit {shown(unit)} of a language model", hint="use word or piece",
+                         key="unit", value=unit)
     if unit == "piece" and tokenizer is None:
-        raise SbkitError("a language model over pieces needs their tokenizer")
+        raise SbkitError("no-tokenizer", "a language model over pieces needs a tokenizer",
+                         hint="pass the tokenizer of the model that it is for")
     if min_count < 1:
-        raise SbkitError(f"min_count is {min_count}", hint="1 keeps every word")
+        raise SbkitError("bad-value", f"min_count is {min_count}", hint="1 keeps every word", key="min_count",
+                         value=min_count)
     if prune is None:
         return ()
     if isinstance(prune, float):
         if not 0 < prune < 1:
-            raise SbkitError(f"prune is {prune}", hint="use a threshold such as 1e-7, or counts such as [0, 0, 1]")
+            raise SbkitError("bad-value", f"prune is {prune}",
+                             hint="use a threshold such as 1e-7, or counts such as [0, 0, 1]", key="prune", value=prune)
         return ()
     cutoffs = [0, prune] if isinstance(prune, int) else list(prune)
     if any(not isinstance(cutoff, int) or cutoff < 0 for cutoff in cutoffs) or sorted(cutoffs) != cutoffs:
-        raise SbkitError(f"prune is {prune}", hint="use counts that don't fall, one per order, such as [0, 0, 1]")
+        raise SbkitError("bad-value", f"prune is {prune}",
+                         hint="use counts that don't fall, one per order, such as [0, 0, 1]", key="prune", value=prune)
     if cutoffs and cutoffs[0]:
-        raise SbkitError(f"prune is {prune}, but words are never pruned",
-                         hint="start with 0; min_count makes rare words unknown")
+        raise SbkitError("bad-value", f"prune is {prune}, but words are never pruned",
+                         hint="start with 0; min_count makes rare words unknown", key="prune", value=prune)
     return cutoffs
 
 
@@ -148,10 +155,8 @@ def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
         try:
             with _open_text(path) as lines:
                 yield from (line.strip() for line in lines)
-        except UnicodeDecodeError:
-            raise SbkitError(f"{path} is not UTF-8 text") from None
-        except (OSError, EOFError, zlib.error) as error:
-            raise SbkitError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+            raise unreadable(path, error) from None
 
 
 def _open_text(path: Path) -> IO[str]:
@@ -169,10 +174,11 @@ def unit_of(model: NGram, pieces: Pieces, unit: str | None = None, name: str = "
     unit : the required unit; None detects it
     """
     if unit not in (None, *UNITS):
-        raise SbkitError(f"a language model can't be over {unit!r}", hint="use word or piece")
+        raise SbkitError("bad-value", f"there is no unit {shown(unit)} of a language model", hint="use word or piece",
+                         key="unit", value=unit)
     words = [word for word in model.words if word not in SPECIAL]
     if not words:
-        raise SbkitError(f"{name} has no words")
+        raise SbkitError("lm-mismatch", f"{name} has no words", hint="estimate it from text: sbkit lm")
     words = words[::math.ceil(len(words) / _CHECKED_WORDS)]
     not_pieces = [word for word in words if word not in pieces.spoken]
     if unit is None:
@@ -181,8 +187,9 @@ def unit_of(model: NGram, pieces: Pieces, unit: str | None = None, name: str = "
     if unit == "word":
         _check_words(words, pieces, name)
     elif len(not_pieces) > len(words) / 2:
-        raise SbkitError(f"{name} is not over this model's {len(pieces)} pieces: it has {not_pieces[0]!r}, which "
-                         "isn't one of them", hint="estimate it with this tokenizer: sbkit lm --unit piece")
+        raise SbkitError("lm-mismatch", f"{name} is not over this model's {len(pieces)} pieces: it has "
+                         f"{not_pieces[0]!r}, which isn't one of them",
+                         hint="estimate it with this tokenizer: sbkit lm --unit piece")
     return unit
 
 
@@ -190,13 +197,14 @@ def _check_words(words: Sequence[str], pieces: Pieces, name: str) -> None:
     """Check that these pieces can spell the words of a language model, most of them at least."""
     marked = [word for word in words if WORD_START in word]
     if marked:
-        raise SbkitError(f"{name} is over pieces of another tokenizer, not over words: it has {marked[0]!r}",
-                         hint="estimate it over words, or over the pieces of this model's tokenizer")
+        raise SbkitError("lm-mismatch", f"{name} is over pieces of another tokenizer, not over words: it has "
+                         f"{marked[0]!r}", hint="estimate it over words, or over the pieces of this model's tokenizer")
     if pieces.across:
-        raise SbkitError(f"this model's pieces span words, such as {pieces.across[0]!r}, so that words can't be scored",
-                         hint="estimate the language model over its pieces: sbkit lm --unit piece")
+        raise SbkitError("lm-mismatch", f"this model's pieces span words, such as {pieces.across[0]!r}, so that words "
+                         "can't be scored", hint="estimate the language model over its pieces: sbkit lm --unit piece")
     if not pieces.opens.any():
-        raise SbkitError(f"none of this model's {len(pieces)} tokens begins a word, so that words can't be scored",
+        raise SbkitError("lm-mismatch", f"none of this model's {len(pieces)} tokens begins a word, so that words can't "
+                         "be scored",
                          hint=f"is {pieces.separator!r} what separates words? null makes every token a word")
     unspellable = [word for word in words if not pieces.spells(word)]
     if len(unspellable) <= _UNSPELLABLE_SHARE * len(words):
@@ -210,7 +218,7 @@ def _check_words(words: Sequence[str], pieces: Pieces, name: str) -> None:
     share = (f"{100 * len(unspellable) / len(words):.0f} % of its words can't be spelled with them, such as "
              f"{unspellable[0]!r}")
     if len(unspellable) * 2 > len(words):
-        raise SbkitError(f"{name} doesn't fit this model's tokens: {share}", hint=hint)
+        raise SbkitError("lm-mismatch", f"{name} doesn't fit this model's tokens: {share}", hint=hint)
     logger.warning("%s only partly fits this model's tokens: %s; %s", name, share, hint)
 
 

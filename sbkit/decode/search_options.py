@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sbkit.decode.file_errors import unreadable
 from sbkit.decode.hotwords import DEFAULT_BOOST, check_no_text, normalise_phrase
 from sbkit.errors import SbkitError
 
@@ -23,7 +24,7 @@ def hot_words(options: Sequence[str]) -> dict[str, float]:
         try:
             lines += filter(str.strip, Path(path).read_text(encoding="utf-8").splitlines())
         except (OSError, UnicodeDecodeError) as error:
-            raise SbkitError(f"{path} cannot be read: {error}") from error
+            raise unreadable(path, error) from error
 
     boosts: dict[str, float] = {}
     for line in lines:
@@ -34,8 +35,8 @@ def hot_words(options: Sequence[str]) -> dict[str, float]:
         try:
             boost = float(value)
         except ValueError:
-            raise SbkitError(f"hot word {line!r}: the boost {value!r} is not a number",
-                             hint="as in: Ada Lovelace=6") from None
+            raise SbkitError("bad-hot-word", f"hot word {line!r}: the boost {value!r} is not a number",
+                             hint="as in: Ada Lovelace=6", value=line) from None
         boosts[normalise_phrase(phrase)] = boost
     return boosts
 
@@ -43,8 +44,9 @@ def hot_words(options: Sequence[str]) -> dict[str, float]:
 def check_weight(options: Mapping[str, Any]) -> None:
     """Raise if a language model's weight is given without the model."""
     if options.get("lm_weight") is not None and not options.get("lm"):
-        raise SbkitError("there is no language model to weight",
-                         hint="name one, such as --lm FILE.arpa (see sbkit lm), or leave out its weight")
+        raise SbkitError("conflicting-options", "a weight is given for a language model, but no language model",
+                         hint="name one, such as --lm FILE.arpa (see sbkit lm), or leave out its weight",
+                         key="lm_weight")
 
 
 @dataclass(frozen=True, kw_only=True)

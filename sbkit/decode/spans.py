@@ -217,13 +217,15 @@ class Spelling:
     def check(self, log_probs: np.ndarray) -> None:
         """Raise if these can't be log-probabilities [T, V] of these tokens."""
         if log_probs.ndim != 2 or log_probs.shape[1] != len(self.symbols) or log_probs.dtype.kind != "f":
-            raise SbkitError(f"a piece of a stream is {log_probs.dtype} {[*log_probs.shape]}, but must be float "
-                             f"[frames, {len(self.symbols)}]", hint="do the tokens belong to this model?")
+            raise SbkitError("tokenizer-mismatch", f"a piece of a stream is {log_probs.dtype} {[*log_probs.shape]}, "
+                             f"but must be float [frames, {len(self.symbols)}]",
+                             hint="do the tokens belong to this model?")
         best = log_probs.max(-1) if len(log_probs) else np.zeros(0)
         wrong = np.flatnonzero(~np.isfinite(best))
         if len(wrong):
-            raise SbkitError(f"the model's output for frame {wrong[0]} of a piece of a stream is not a number",
-                             hint="are the samples numbers? otherwise the model's weights may be damaged")
+            raise SbkitError("nan-output", f"the model's output for frame {wrong[0]} of a piece of a stream is NaN or "
+                             "infinite",
+                             hint="check that the samples are numbers; otherwise the model's weights may be damaged")
         refuse_scores(best)
 
 
@@ -245,15 +247,15 @@ def refuse_nan(values: np.ndarray) -> None:
     """Raise with the numbers of utterances that have a NaN among the values of their frames [B, T]."""
     rows = np.flatnonzero(np.isnan(values).any(axis=1)).tolist()
     if rows:
-        raise SbkitError(f"the model's output for utterances {rows} of the batch is not a number",
-                         hint="its weights may be damaged, or the precision too low")
+        raise SbkitError("nan-output", f"the model's output for utterances {rows} of the batch is NaN",
+                         hint="training may have diverged, or the precision is too low")
 
 
 def refuse_scores(best: np.ndarray) -> None:
     """Raise if the best values of frames [N] are too large for log-probabilities."""
     if len(best) and best.max() > 1e-3:
-        raise SbkitError(f"the search needs log-probabilities but got scores of up to {best.max():.3g}",
-                         hint="apply log_softmax to the model's output")
+        raise SbkitError("not-log-probabilities", "the search needs log-probabilities but got scores of up to "
+                         f"{best.max():.3g}", hint="apply log_softmax to the model's output")
 
 
 def best_path(log_probs: np.ndarray, frames: np.ndarray, blank_id: int = 0) -> tuple[np.ndarray, np.ndarray]:

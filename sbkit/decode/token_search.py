@@ -86,12 +86,15 @@ class TokenSearch(ABC):
         for name, value, low in (("beam", beam, 1), ("token_beam", token_beam, 1), ("nbest", nbest, 1),
                                  ("workers", workers, 0)):
             if not isinstance(value, int) or value < low:
-                raise SbkitError(f"beam search: {name} is {value!r}", hint=f"use a whole number of at least {low}")
+                raise SbkitError("bad-value", f"beam search: {name} is {value!r}",
+                                 hint=f"use a whole number of at least {low}", key=name, value=value)
         if not lm_weight >= 0:
-            raise SbkitError(f"beam search: lm_weight is {lm_weight}", hint="use 0 or more, such as 0.5")
+            raise SbkitError("bad-value", f"beam search: lm_weight is {lm_weight}", hint="use 0 or more, such as 0.5",
+                             key="lm_weight", value=lm_weight)
         if not width > 0 or not token_threshold < 0:
-            raise SbkitError(f"beam search: width is {width} and token_threshold {token_threshold}",
-                             hint="width must be above 0 and token_threshold below, such as 12 and -7")
+            raise SbkitError("bad-value", f"beam search: width is {width} and token_threshold {token_threshold}",
+                             hint="width must be above 0 and token_threshold below, such as 12 and -7", key="width",
+                             value=width)
         self.lm = lm or None
         self.lexicon = lexicon or None
         self.beam = beam
@@ -166,7 +169,7 @@ class TokenSearch(ABC):
             return [self._search(parts[0], weights), *(future.result() for future in futures)]
         except BrokenProcessPool as error:
             self.close()
-            raise SbkitError("a worker process of the beam search died",
+            raise SbkitError("worker-died", "a worker process of the beam search died",
                              hint="is there enough memory? use fewer workers") from error
 
     def spelling(self, frame_seconds: float) -> Spelling:
@@ -194,7 +197,8 @@ class TokenSearch(ABC):
     @cached_property
     def pieces(self) -> Pieces:
         if self._tokenizer is None:
-            raise SbkitError("the beam search has no tokenizer", hint="give it one: tokenizer: !ref <tokenizer>")
+            raise SbkitError("no-tokenizer", "the beam search has no tokenizer",
+                             hint="give it one: tokenizer: !ref <tokenizer>")
         pieces = self._tokenizer.pieces() if hasattr(self._tokenizer, "pieces") else self._tokenizer
         return Pieces(pieces, self.separator)
 
@@ -213,8 +217,8 @@ class TokenSearch(ABC):
             per_piece = language_models.unit_of(model, pieces, self.unit, str(self.lm)) == "piece"
         for word in self.hot_words.words:
             if not pieces.spells(word):
-                raise SbkitError(f"the hot word {word!r} can't be spelled with this model's tokens",
-                                 hint="write it as in the transcripts")
+                raise SbkitError("unspellable-word", f"the hot word {word!r} can't be spelled with this model's tokens",
+                                 hint="write it as in the transcripts", value=word)
         lexicon = None if self.lexicon is None else self._read_lexicon(self.lexicon)
         return Fusion(pieces, model, lexicon, self.hot_words, per_piece)
 
@@ -227,8 +231,8 @@ class TokenSearch(ABC):
         words = list(dict.fromkeys(lexicon))
         spelled = sum(map(self.pieces.spells, words))
         if spelled * 2 <= len(words):
-            raise SbkitError(f"{name}: {len(words) - spelled} of its {len(words)} words can't be spelled with this "
-                             "model's tokens", hint="write them as in the transcripts, one per line")
+            raise SbkitError("unspellable-word", f"{name}: {len(words) - spelled} of its {len(words)} words can't be "
+                             "spelled with this model's tokens", hint="write them as in the transcripts, one per line")
         return words
 
     # ---------------------------------------------------------------- search

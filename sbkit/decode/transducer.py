@@ -54,8 +54,8 @@ class GraphJoint(Joint):
     def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
         scores = self._joiner(encoded, predicted)
         if scores.shape != (len(encoded), self._vocabulary):
-            raise SbkitError(f"the joiner outputs {list(scores.shape)} for {len(encoded)} frames and "
-                             f"{self._vocabulary} tokens", hint="do its files come from the same export?")
+            raise SbkitError("mismatched-bundle", f"the joiner outputs {list(scores.shape)} for {len(encoded)} frames "
+                             f"and {self._vocabulary} tokens", hint="do its files come from the same export?")
         scores = scores - scores.max(-1, keepdims=True)
         log_probs: np.ndarray = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
         return log_probs
@@ -138,4 +138,5 @@ def spans_of(tokens: np.ndarray, frames: np.ndarray, probs: np.ndarray) -> Token
 
 def not_a_number() -> SbkitError:
     """The error for a model whose output is not a number."""
-    return SbkitError("the model's output is not a number", hint="its weights may be damaged, or the precision too low")
+    return SbkitError("nan-output", "the model's output is NaN",
+                      hint="training may have diverged, or the precision is too low")

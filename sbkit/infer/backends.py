@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sbkit.errors import SbkitError, first_line
+from sbkit.errors import SbkitError, first_line, shown
 from sbkit.export import layout
 from sbkit.infer.device import DeviceChoice, DeviceUnavailable, Placement, open_on
 from sbkit.infer.onnx_session import Interface, open_session
@@ -60,8 +60,8 @@ class Onnx:
             # MatMulInteger none for the unsigned bytes that it outputs. So with CUDA each product would be computed on
             # the CPU, with copies to and from it.
             if wanted.kind == "cuda":
-                raise SbkitError(f"{wanted.text} was requested, but ONNX Runtime computes 8-bit products only on the "
-                                 "CPU", hint="use --model onnx on a GPU, or --device cpu")
+                raise SbkitError("conflicting-options", f"{wanted.text} was requested, but ONNX Runtime computes 8-bit "
+                                 "products only on the CPU", hint="use --model onnx on a GPU, or --device cpu")
             if wanted.kind == "auto":
                 int8_note = "8-bit products run only on the CPU"
             choice = DeviceChoice(wanted.text, "cpu")
@@ -136,8 +136,8 @@ class Torch:
             try:
                 program = self._torch.export.load(path)
             except Exception as error:
-                raise SbkitError(f"{path} can't be loaded: {first_line(error)}",
-                                 hint="is the file complete? export it again") from error
+                raise SbkitError("damaged-bundle", f"{path} can't be loaded: {first_line(error)}",
+                                 hint="is the file complete? export it again", file=path) from error
         try:
             module = move_program(program, device).module()
             outputs = self._run(module, device, list(interface.inputs.values()))
@@ -147,12 +147,14 @@ class Torch:
             raise
         except Exception as error:
             if gpu is None:
-                raise SbkitError(f"{path} can't be run: {first_line(error)}", hint="export it again") from error
-            raise DeviceUnavailable(f"an inference of {path.name} failed there: {first_line(error)}") from error
+                raise SbkitError("damaged-bundle", f"{path} can't be run: {first_line(error)}", hint="export it again",
+                                 file=path) from error
+            raise DeviceUnavailable(f"a test inference of {path.name} failed on the GPU: "
+                                    f"{first_line(error)}") from error
         devices = {str(tensor.device) for tensor in (*module.parameters(), *module.buffers(), *outputs)}
         if devices != {str(device)}:
-            raise DeviceUnavailable(
-                f"torch {self._torch.__version__} has parts of {path.name} on {' and '.join(sorted(devices))}")
+            raise DeviceUnavailable(f"torch {self._torch.__version__} has parts of {path.name} on "
+                                    f"{' and '.join(sorted(devices))}")
         return module, device
 
 
@@ -176,7 +178,7 @@ def move_program(program: torch.export.ExportedProgram, device: torch.device) ->
                     if isinstance(value, torch.device) and value.type != device.type:
                         other_devices.add(value.type)
     if other_devices:
-        raise DeviceUnavailable(f"torch {torch.__version__} leaves part of the model on {', '.join(other_devices)}",
+        raise DeviceUnavailable(f"torch {torch.__version__} leaves a part of the model on {', '.join(other_devices)}",
                                 hint="use --model onnx")
     return program
 
@@ -184,7 +186,8 @@ def move_program(program: torch.export.ExportedProgram, device: torch.device) ->
 def compile_module(module: torch.nn.Module, mode: str) -> Callable[..., Any]:
     """Compile a module with ``torch.compile``, in the thread that will run it."""
     if mode not in COMPILE_MODES:
-        raise SbkitError(f"unknown compile mode {mode!r}", hint=f"use {', '.join(COMPILE_MODES)}")
+        raise SbkitError("bad-value", f"there is no compile mode {shown(mode)}", hint=f"use {', '.join(COMPILE_MODES)}",
+                         key="compile", value=mode)
     import torch
     from torch._inductor import cudagraph_trees
 
@@ -242,7 +245,8 @@ def check_no_pickles(path: Path) -> None:
                 if name.endswith("_config.json"):
                     payload = json.loads(archive.read(entry))
                     if any(entry_config.get("use_pickle", True) for entry_config in payload["config"].values()):
-                        raise SbkitError(f"{path}: {name} refers to pickles", hint="export the run again")
+                        raise SbkitError("pickle-in-bundle", f"{path}: {name} refers to pickles, and a pickle can run "
+                                         "any code", hint="export the run again", file=path)
                     continue
                 parent, _, base = name.rpartition("/")
                 if name.startswith("data/sample_inputs/"):
@@ -253,6 +257,8 @@ def check_no_pickles(path: Path) -> None:
                     harmless = parent in ("models", ".data") or name in (
                         "archive_format", "archive_version", "byteorder", "version")
                 if not harmless:
-                    raise SbkitError(f"{path} contains {name}, which may be a pickle", hint="export the run again")
+                    raise SbkitError("pickle-in-bundle", f"{path} contains {name}, which may be a pickle, and a pickle "
+                                     "can run any code", hint="export the run again", file=path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise SbkitError(f"{path} can't be read: {error}", hint="is the file complete? export the run again") from None
+        raise SbkitError("damaged-bundle", f"{path} can't be read: {error}",
+                         hint="is the file complete? export the run again", file=path) from None

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SHOWN = 160  # characters of metadata that a message shows
+#: What to do about a model whose output is NaN or infinite.
+DIVERGED = "its training may have diverged: export an earlier checkpoint"
 _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
@@ -129,8 +131,8 @@ class BundleEngine(_Closing):
         model = formats.choose(self.folder, models, model, self.kind)
         wanted = DeviceChoice.parse(device)
         if compile and model != layout.TORCH:
-            raise SbkitError(f"compile only works with the model torch, but {model} was chosen",
-                             hint="add --model torch")
+            raise SbkitError("conflicting-options", f"compile works only with the model torch, but {model} was chosen",
+                             hint="add --model torch", key="compile")
         self.worker = Worker(self.thread)
         try:
             self.worker.submit(self._open, self.folder / models[model], model, wanted).result()
@@ -168,8 +170,9 @@ class BundleEngine(_Closing):
         for name, expected in self.config.onnx_metadata().items():
             actual = self.backend.metadata.get(name, expected)
             if actual != expected:
-                raise SbkitError(f"{path} was exported with {name} {_shortened(actual)}, but {layout.CONFIG} says "
-                                 f"{_shortened(expected)}", hint="do both come from the same export? export it again")
+                raise SbkitError("mismatched-bundle", f"{path} was exported with {name} {_shortened(actual)}, but "
+                                 f"{layout.CONFIG} says {_shortened(expected)}",
+                                 hint="do both come from the same export? export it again", file=path)
         self._warm_up(path)
 
     @abstractmethod
@@ -183,8 +186,8 @@ class BundleEngine(_Closing):
     def compute(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """Run the graph once; raises without running it after a fault of the device."""
         if self.fault is not None:
-            raise SbkitError(f"the device failed earlier ({self.fault})",
-                             hint="restart the process: the device stays broken")
+            raise SbkitError("device-fault", f"the device failed earlier and stays unusable ({self.fault})",
+                             hint="restart the process")
         try:
             return self._ready(*inputs)
         except Exception as error:
@@ -192,12 +195,12 @@ class BundleEngine(_Closing):
             if self.fault is not None:
                 raise
             if not is_out_of_memory(error):
-                raise ModelFailed(f"{self.folder}: the model failed: {first_line(error)}",
-                                  hint="is the file complete? export it again") from error
+                raise ModelFailed("model-failed", f"{self.folder}: the model failed: {first_line(error)}",
+                                  hint="is the file complete? export it again", file=self.folder) from error
             message = f"out of memory on {self.running.device}: {first_line(error)}"
             traceback.clear_frames(error.__traceback__)  # frees what was computed so far
         self._ready.free()
-        raise OutOfMemory(message, hint="give it shorter audio or text, or smaller batches")
+        raise OutOfMemory("out-of-memory", message, hint="give it shorter audio or text, or smaller batches")
 
 
 class BatchEngine(BundleEngine):
@@ -223,7 +226,7 @@ def _shortened(text: str) -> str:
 
 
 def closed_error() -> SbkitError:
-    return SbkitError("the model was closed", hint="load it again")
+    return SbkitError("model-closed", "the model was closed", hint="load it again")
 
 
 E = TypeVar("E", bound=BundleEngine)

@@ -78,8 +78,8 @@ class BundleLoader:
         model = _open_recogniser(folder)
         if isinstance(model.engine.config, layout.TransducerConfig):
             model.close()
-            raise SbkitError(f"{folder} has a transducer, which can't align a known text",
-                             hint="name the bundle of a CTC recogniser")
+            raise SbkitError("wrong-bundle-kind", f"{folder} has a transducer, which can't align a known text",
+                             hint="name the bundle of a CTC recogniser", file=folder)
         return Aligner(model)
 
     def text_transcriber(self, folder: str, sample_rate: int) -> Callable[[Sequence[np.ndarray]], list[str]]:
@@ -102,5 +102,5 @@ def _open(folder: str, kind: type[M], what: str, hint: str) -> M:
     model = load(folder, device="cpu")
     if not isinstance(model, kind):
         model.close()
-        raise SbkitError(f"{folder} is not {what}", hint=hint)
+        raise SbkitError("wrong-bundle-kind", f"{folder} is not {what}", hint=hint, file=folder)
     return model

@@ -44,8 +44,8 @@ def too_long(frames: int, config: layout.CodecConfig) -> SbkitError | None:
     seconds = frames * config.stride / config.sample_rate
     if config.context is not None or seconds <= MAX_SECONDS:
         return None
-    return SbkitError(f"it is {seconds:.0f} s long, but this codec takes whole recordings of up to "
-                      f"{MAX_SECONDS:g} s", hint="split it")
+    return SbkitError("audio-too-long", f"it is {seconds:.0f} s long, but this codec takes whole recordings of up to "
+                      f"{MAX_SECONDS:g} s", hint="split it into shorter recordings")
 
 
 def chunks(source: int, frames: int, config: layout.CodecConfig) -> list[CodecChunk]:
@@ -146,8 +146,8 @@ class CodecModel(LoadedBundle[CodeEngine]):
             except InvalidCode as error:
                 raise _numbered(error, error.message, number) from None
             if codes_TQ.ndim != 2:
-                raise SbkitError(f"recording {number}: its codes must be [frames, {codes_TQ.shape[-1]}], not "
-                                 f"{list(codes_TQ.shape)}")
+                raise SbkitError("bad-value", f"recording {number}: its codes must be [frames, {codes_TQ.shape[-1]}], "
+                                 f"not {list(codes_TQ.shape)}")
             checked.append(codes_TQ)
         frames = [len(codes_TQ) for codes_TQ in checked]
         for number, count in enumerate(frames):
@@ -194,10 +194,10 @@ def _numbered(error: SbkitError, message: str, number: int) -> SbkitError:
     """Return an error of the recording of this number."""
     if isinstance(error, InvalidCode):
         return InvalidCode(message, (number, *error.position), error.level, error.id, hint=error.hint)
-    return SbkitError(message, hint=error.hint)
+    return SbkitError(error.code, message, hint=error.hint, value=number)
 
 
 def _check_list(argument: object, method: str, what: str) -> None:
     if not isinstance(argument, Sequence) or isinstance(argument, (str, bytes)):
-        raise SbkitError(f"{method} takes a list of {what}, not {type(argument).__name__}",
+        raise SbkitError("bad-value", f"{method} takes a list of {what}, not {type(argument).__name__}",
                          hint=f"for one, write {method}([...])")

@@ -12,7 +12,7 @@ from sbkit.codes import Books
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.padding import pad
-from sbkit.infer.bundle_engine import BatchEngine
+from sbkit.infer.bundle_engine import DIVERGED, BatchEngine
 from sbkit.infer.onnx_session import Interface
 
 _HINT = "do its files come from the same export? export it again"
@@ -58,7 +58,8 @@ class CodeEngine(CodecEngine):
         codes, frames = self.compute(*pad(parts, self.config.min_samples))
         expected = [-(-len(part) // self.config.stride) for part in parts]
         if frames.tolist() != expected or codes.ndim != 3 or len(codes) != len(parts) or codes.shape[1] < max(expected):
-            raise SbkitError(f"the codec output {frames.tolist()} frames instead of {expected}", hint=_HINT)
+            raise SbkitError("mismatched-bundle", f"the codec output {frames.tolist()} frames instead of {expected}",
+                             hint=_HINT)
         return [row[:count].copy() for row, count in zip(codes, expected, strict=True)]  # not a view of the batch
 
 
@@ -80,10 +81,11 @@ class SoundEngine(CodecEngine):
         expected = [len(part) * self.config.stride for part in parts]
         if lengths.tolist() != expected or signals.ndim != 2 or len(signals) != len(parts) \
                 or signals.shape[1] < max(expected):
-            raise SbkitError(f"the codec output {lengths.tolist()} samples instead of {expected}", hint=_HINT)
+            raise SbkitError("mismatched-bundle", f"the codec output {lengths.tolist()} samples instead of {expected}",
+                             hint=_HINT)
         sounds = [row[:count].clip(-1.0, 1.0) for row, count in zip(signals, expected, strict=True)]
         if not all(np.isfinite(sound).all() for sound in sounds):
-            raise SbkitError("the codec output samples that are not numbers", hint="was it trained to the end?")
+            raise SbkitError("nan-output", "the codec's output has samples that are NaN or infinite", hint=DIVERGED)
         return sounds
 
 

@@ -19,7 +19,7 @@ from sbkit.decode.search_options import check_weight
 from sbkit.decode.spans import TokenSpans, best_path, collapse
 from sbkit.decode.streaming import StreamSearch
 from sbkit.decode.transducer import GraphJoint, Joint, TransducerSearch, TransducerStream, not_a_number
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown
 from sbkit.export import layout
 from sbkit.export.layout import ByKind, Config, TransducerConfig
 from sbkit.export.vocabulary import Vocabulary
@@ -277,11 +277,12 @@ def _make_search(kind: type[T], vocabulary: Vocabulary, options: Mapping[str, An
     allowed = signature(kind).parameters.keys() - {"tokenizer", "nbest", "blank_id", "separator", "joint"}
     unknown = sorted(options.keys() - allowed)
     if unknown:
-        raise SbkitError(f"beam search has no option {unknown[0]}", hint=f"there are {', '.join(sorted(allowed))}")
+        raise SbkitError("unknown-key", f"the beam search has no option {shown(unknown[0])}",
+                         hint=f"its options are {', '.join(sorted(allowed))}", key=unknown[0])
     try:
         search = kind(vocabulary.symbols, blank_id=config.blank_id, separator=config.word_separator, **options)
     except TypeError as error:
-        raise SbkitError(f"beam search: {error}") from None
+        raise SbkitError("bad-value", f"beam search: {error}") from None
     search.model_spelling = vocabulary.spelling
     search.load()  # raises errors of its files now
     return search
@@ -315,8 +316,8 @@ def _open_graph(path: Path, config: TransducerConfig, interface: Interface, widt
 
     shape = run(*interface.inputs.values()).shape
     if shape != (_ROWS, width):
-        raise SbkitError(f"{path} outputs {list(shape)} for {_ROWS} rows instead of {[_ROWS, width]}",
-                         hint="do its files come from the same export?")
+        raise SbkitError("mismatched-bundle", f"{path} outputs {list(shape)} for {_ROWS} rows instead of "
+                         f"{[_ROWS, width]}", hint="do its files come from the same export?", file=path)
     return run
 
 

@@ -31,10 +31,10 @@ class SpeechDetector:
     def __init__(self, config: Config):
         package = find_spec("silero_vad")
         if package is None or not package.submodule_search_locations:
-            raise SbkitError("finding speech needs silero-vad", hint="pip install 'sbkit[vad]'")
+            raise SbkitError("missing-package", "--vad needs the package silero-vad", hint="pip install 'sbkit[vad]'")
         if isinstance(config, TransducerConfig) or config.sample_rate not in _FRAMES:
-            raise SbkitError("silero-vad finds speech for CTC models of 8000 or 16000 samples a second only",
-                             hint="leave out --vad, or give such bundles another command")
+            raise SbkitError("unsupported-vad", "--vad works only for CTC models of 8000 or 16000 samples per second",
+                             hint="leave out --vad, or process such bundles with another command")
         self._frame = _FRAMES[config.sample_rate]
         self._overlap = self._frame // 8
         self._rate = np.array(config.sample_rate)

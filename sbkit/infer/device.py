@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from sbkit.errors import SbkitError, first_line, is_out_of_memory
+from sbkit.errors import SbkitError, first_line, is_out_of_memory, shown
 
 T = TypeVar("T")
 
@@ -24,7 +24,8 @@ class DeviceChoice:
     def parse(cls, device: str) -> DeviceChoice:
         match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", device)
         if match is None or (match[2] and match[1] != "cuda"):
-            raise SbkitError(f"unknown device {device!r}", hint="use auto, cpu, cuda or cuda:N")
+            raise SbkitError("bad-value", f"there is no device {shown(device)}", hint="use auto, cpu, cuda or cuda:N",
+                             key="device", value=device)
         return cls(device, match[1], int(match[2] or 0))
 
 
@@ -59,6 +60,9 @@ class Placement:
 class DeviceUnavailable(SbkitError):
     """Why a device can't be used, as a clause: ``torch sees no CUDA device``."""
 
+    def __init__(self, message: str, *, hint: str | None = None):
+        super().__init__("device-unavailable", message, hint=hint)
+
 
 def open_on(choice: DeviceChoice, attempt: Callable[[int | None], T]) -> tuple[T, str]:
     """Open a model on the requested device or raise; returns it, and the reason for ``auto``'s choice.
@@ -72,7 +76,8 @@ def open_on(choice: DeviceChoice, attempt: Callable[[int | None], T]) -> tuple[T
         return attempt(choice.index), "" if choice.kind == "cuda" else "a test inference on CUDA succeeded"
     except DeviceUnavailable as error:
         if choice.kind == "cuda":
-            raise SbkitError(f"{choice.text} was requested, but {error.message}", hint=error.hint) from error
+            raise SbkitError(error.code, f"{choice.text} was requested, but {error.message}", hint=error.hint,
+                             key="device", value=choice.text) from error
         reason = error.message
     return attempt(None), reason
 

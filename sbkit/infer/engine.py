@@ -88,8 +88,9 @@ class Engine(BatchEngine):
         if self._buckets:  # the smallest one that the batch fits in
             fitting = [bucket for bucket in self._buckets if bucket[0] >= rows and bucket[1] >= samples]
             if not fitting:
-                raise SbkitError(f"a batch of {rows} utterances of {samples / self.config.sample_rate:.1f} s fits no "
-                                 "shape that the model was compiled for", hint="give the engine larger buckets")
+                raise SbkitError("audio-too-long", f"a batch of {rows} utterances of "
+                                 f"{samples / self.config.sample_rate:.1f} s fits none of the shapes that the model "
+                                 "was compiled for", hint="pass larger buckets")
             rows, samples = min(fitting, key=lambda shape: shape[0] * shape[1])
         fillers = [np.zeros(1, dtype=np.float32)] * (rows - len(signals))  # of a bucket with more rows
         return self._split(self.compute(*pad([*signals, *fillers], samples)), len(signals))
@@ -98,10 +99,10 @@ class Engine(BatchEngine):
         """Split the graph's outputs for a batch into those of its first ``count`` signals."""
         log_probs, frames = outputs
         if log_probs.ndim != 3 or frames.ndim != 1 or min(len(log_probs), len(frames)) < count:
-            raise SbkitError(f"the model outputs {list(log_probs.shape)} and {list(frames.shape)} for {count} signals",
-                             hint="export it again")
+            raise SbkitError("mismatched-bundle", f"the model outputs {list(log_probs.shape)} and {list(frames.shape)} "
+                             f"for {count} signals", hint="export it again", file=self.folder)
         if log_probs.shape[2] != self.config.width:
-            raise SbkitError(f"{self.folder}: the model outputs {log_probs.shape[2]} values per frame, but "
-                             f"{layout.CONFIG} says {self.config.width}",
-                             hint="do all files come from the same export?")
+            raise SbkitError("mismatched-bundle", f"{self.folder}: the model outputs {log_probs.shape[2]} values per "
+                             f"frame, but {layout.CONFIG} says {self.config.width}",
+                             hint="do all files come from the same export?", file=self.folder)
         return [log_probs[i, : frames[i]] for i in range(count)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import BatchEngine, LoadedBundle
+from sbkit.infer.bundle_engine import DIVERGED, BatchEngine, LoadedBundle
 from sbkit.infer.formats import AUTO
 from sbkit.infer.onnx_session import Interface
 from sbkit.infer.recordings import Recording, Source
@@ -71,10 +71,10 @@ class EnhanceEngine(BatchEngine):
         state = [np.stack(parts) for parts in zip(*(state for _, state in pieces), strict=True)]
         sound, *next_state = self.compute(frames, *state)
         if sound.shape != frames.shape or [part.shape for part in next_state] != [part.shape for part in state]:
-            raise SbkitError(f"the enhancer output {list(sound.shape)} for {list(frames.shape)}",
+            raise SbkitError("mismatched-bundle", f"the enhancer output {list(sound.shape)} for {list(frames.shape)}",
                              hint="export it again")
         if not np.isfinite(sound).all():
-            raise SbkitError("the enhancer output samples that are not numbers", hint="was it trained to the end?")
+            raise SbkitError("nan-output", "the enhancer's output has samples that are NaN or infinite", hint=DIVERGED)
         return [(sound[i].reshape(-1), [part[i].copy() for part in next_state]) for i in range(len(pieces))]
 
 

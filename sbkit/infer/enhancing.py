@@ -41,12 +41,13 @@ def enhance(request: EnhanceRequest) -> int:
     recordings = collect(request.files, schemes=request.schemes)
     paths = [request.to / f"{name}.wav" for name in file_names(recording.id for recording in recordings)]
     if request.to.exists() and not request.to.is_dir():
-        raise SbkitError(f"{request.to} is a file", hint="--to must be a folder for the enhanced recordings")
+        raise SbkitError("bad-option", f"--to {request.to} is a file", hint="name a folder for the enhanced recordings",
+                         file=request.to, key="--to")
     existing = {path.resolve() for path in paths if path.exists()}
     for recording in recordings:
         if isinstance(recording.audio, str) and Path(recording.audio).resolve() in existing:
-            raise SbkitError(f"{recording.audio} would be overwritten by its enhanced copy",
-                             hint="choose another folder with --to")
+            raise SbkitError("output-is-input", f"{recording.audio} would be overwritten by its enhanced copy",
+                             hint="choose another folder with --to", file=recording.audio, key="--to")
     waiting = [(recording, path) for recording, path in zip(recordings, paths, strict=True)
                if request.overwrite or not path.exists()]
     if len(waiting) < len(recordings):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown
 from sbkit.export import layout
 from sbkit.system import untrusted
 
@@ -39,19 +39,23 @@ def choose(folder: Path, models: Mapping[str, str], model: str, kind: str = "mod
     if model == AUTO:
         safe = [name for name in usable if name != layout.TORCH]
         if not safe and available == [layout.TORCH]:
-            raise SbkitError(f"{folder} has its {kind} only as a torch.export program ({models[layout.TORCH]}), which "
-                             "can run any code",
-                             hint="if you trust its author, choose it: --model torch, or model='torch' in Python")
+            raise SbkitError("torch-only-bundle", f"{folder} has its {kind} only as a torch.export program "
+                             f"({models[layout.TORCH]}), which can run any code",
+                             hint="if you trust its author, choose it: --model torch, or model='torch' in Python",
+                             file=folder, key="model")
         if not safe:
-            raise SbkitError(f"no installed package can run the {kind} in {folder} "
-                             f"({', '.join(available) or 'it has none'})", hint="pip install onnxruntime")
+            raise SbkitError("missing-package", f"no installed package can run the {kind} in {folder} "
+                             f"({', '.join(available) or 'it has none'})", hint="pip install onnxruntime", file=folder)
         return safe[0]
     if model not in layout.TRACED:
-        raise SbkitError(f"unknown model format {model!r}", hint=f"use {', '.join((AUTO, *layout.TRACED))}")
+        raise SbkitError("bad-value", f"there is no model format {shown(model)}",
+                         hint=f"use {', '.join((AUTO, *layout.TRACED))}", key="model", value=model)
     if model not in available:
-        raise SbkitError(f"{folder} has no {model} {kind}", hint=f"it has {', '.join(available) or 'none'}")
+        raise SbkitError("missing-format", f"{folder} has no {model} {kind}",
+                         hint=f"it has {', '.join(available) or 'none'}", file=folder, key="model", value=model)
     if model not in usable:
-        raise SbkitError(f"the {model} {kind} needs {_NEEDS[model]}", hint=f"pip install {_NEEDS[model]}")
+        raise SbkitError("missing-package", f"the {model} {kind} needs the package {_NEEDS[model]}",
+                         hint=f"pip install {_NEEDS[model]}")
     return model
 
 
@@ -71,6 +75,7 @@ def _check_file(path: Path, config: layout.Bundle) -> None:
             actual = os.fstat(file.fileno()).st_size
     except OSError as error:
         problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise SbkitError(f"{path} {problem}", hint="copy the bundle again") from None
+        raise SbkitError("damaged-bundle", f"{path} {problem}", hint="copy the bundle again", file=path) from None
     if expected is not None and actual != expected:
-        raise SbkitError(f"{path} has {actual} bytes, but the export wrote {expected}", hint="copy the bundle again")
+        raise SbkitError("damaged-bundle", f"{path} has {actual} bytes, but the export wrote {expected}",
+                         hint="copy the bundle again", file=path)

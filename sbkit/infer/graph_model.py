@@ -66,7 +66,8 @@ class Output:
         name, signal = next(iter(self.outputs.items()))
         is_waveform = signal.ndim == 1 and np.issubdtype(signal.dtype, np.floating) and name in self.lengths
         if not is_waveform or abs(len(signal) - samples) > 1 + 0.1 * samples:
-            raise SbkitError(f"{name} {list(signal.shape)} is not audio", hint="choose another format: json or npz")
+            raise SbkitError("not-a-waveform", f"the output {name} {list(signal.shape)} is not a waveform",
+                             hint="choose another format: json or npz")
         file = io.BytesIO()
         write_sound(file, "wav", rate, signal)
         return file.getvalue()
@@ -102,8 +103,9 @@ class GraphEngine(Engine):
         first = outputs[0]
         labels = self.config.labels
         if labels and first.ndim > 1 and first.shape[-1] != len(labels):
-            raise SbkitError(f"{self.folder}: the model outputs {first.shape[-1]} values, but {layout.CONFIG} has "
-                             f"{len(labels)} labels", hint="do both come from the same export?")
+            raise SbkitError("mismatched-bundle", f"{self.folder}: the model outputs {first.shape[-1]} values, but "
+                             f"{layout.CONFIG} has {len(labels)} labels", hint="do both come from the same export?",
+                             file=self.folder)
         batch = dict(zip(self.config.outputs, outputs, strict=True))
         rows = []
         for row in range(count):
@@ -166,8 +168,8 @@ class GraphModel(LoadedBundle[GraphEngine]):
         rate = self.engine.config.sample_rate
         seconds = recording.seconds(rate)
         if seconds > MAX_SECONDS:
-            raise SbkitError(f"{recording.name} is {seconds:.0f} s long, but this model takes whole recordings of up "
-                             f"to {MAX_SECONDS:g} s", hint="split it")
+            raise SbkitError("audio-too-long", f"{recording.name} is {seconds:.0f} s long, but this model takes whole "
+                             f"recordings of up to {MAX_SECONDS:g} s", hint="split it into shorter recordings")
         return recording.samples(rate)
 
     def _run_batches(self, signals: Sequence[np.ndarray | AudioError], limit: float) -> Iterator[Output | AudioError]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.remote import Remote, check_schemes, scheme_of
+from sbkit.decode.file_errors import unreadable
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.formats import ModelRequest
@@ -52,7 +53,7 @@ def collect(names: Sequence[str], references: str | None = None, schemes: Sequen
     """
     allowed = check_schemes("--schemes", schemes)
     if not names:
-        raise SbkitError("no recordings were given",
+        raise SbkitError("bad-option", "no recordings were given",
                          hint="give files, folders, a manifest.csv, JSON lines, or - for stdin")
     recordings: list[Recording] = []
     empty = []
@@ -65,7 +66,7 @@ def collect(names: Sequence[str], references: str | None = None, schemes: Sequen
         hint = f"looked for {', '.join(SUFFIXES)}"
         if any(Path(name, layout.CONFIG).is_file() for name in names):
             hint = "that is a bundle: give it once, before the recordings"
-        raise SbkitError(f"there is no audio in {', '.join(names)}", hint=hint)
+        raise SbkitError("no-audio", f"there is no audio in {', '.join(names)}", hint=hint)
     if empty:
         logger.warning("There is no audio in %s: looked for %s", ", ".join(empty), ", ".join(SUFFIXES))
     _make_ids_unique(recordings)
@@ -100,8 +101,8 @@ def _set_references(recordings: Sequence[Recording], references: str) -> None:
             keys += [path.name, path.stem, recording.audio]
         recording.reference = next((texts[key] for key in keys if key in texts), recording.reference)
     if not any(recording.reference for recording in recordings):
-        raise SbkitError(f"{references} has none of the recordings",
-                         hint="it must name them by their ids or file names")
+        raise SbkitError("no-references", f"{references} has a text for none of the recordings",
+                         hint="it must name them by their ids or file names", file=references)
 
 
 def _recordings_of(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
@@ -138,14 +139,14 @@ def _recordings_of(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
         source.needs_text = False
         rows = source.read("train", show_progress=False)
         for place, problem in rows.malformed:
-            raise SbkitError(f"{path.parent / place}: {problem}")
+            raise SbkitError("malformed-row", f"{path.parent / place}: {problem}", file=path)
         for i in range(len(rows)):
             seconds = float(rows.durations[i])
             duration = seconds if 0 <= seconds <= MAX_SECONDS else None  # unknown, or wrong: read to the end
             yield Recording(rows.wavs[i], rows.ids[i], float(rows.starts[i]), duration, rows.texts[i].strip() or None,
                             remote=remote)
     elif not path.exists() and "?offset=" not in name and "://" not in name:
-        raise SbkitError(f"{name}: no such file")
+        raise SbkitError("no-such-path", f"{name}: there is no such file or folder", file=name)
     else:
         yield Recording(name, os.fsencode(path.stem).decode("utf-8", "replace"),
                         remote=Remote(tuple(filter(None, [scheme_of(name)]))))
@@ -177,13 +178,14 @@ def _read_texts(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SbkitError(f"{path} cannot be read: {error}") from error
+        raise unreadable(path, error) from error
     texts = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
             name, tab, text = line.partition("\t")
             if not tab:
-                raise SbkitError(f"{path}:{number}: expected a name, a tab and a text")
+                raise SbkitError("malformed-row", f"{path}, line {number}: there is no tab between a name and a text",
+                                 hint="write NAME<TAB>TEXT in each line", file=path, line=number)
             texts[name.strip()] = text.strip()
     return texts
 
@@ -198,7 +200,8 @@ def _texts_by_name(table: Delimited) -> dict[str, str]:
                     if column is not None]
     if table.malformed:
         line, what = table.malformed[0]
-        raise SbkitError(f"{table.path}, line {line}: {what}", hint="every row needs as many fields as the header")
+        raise SbkitError("malformed-row", f"{table.path}, line {line}: {what}",
+                         hint="every row needs as many fields as the header", file=table.path, line=line)
     if not name_columns:
         name_columns = [table.need(*ALIASES["audio"], hint=hint)]  # raises
 
@@ -225,5 +228,5 @@ def check_output_paths(folder: Path, recordings: Sequence[Recording]) -> None:
     for recording in recordings:
         other = first.setdefault(output_path(folder, recording, "txt"), recording)
         if other is not recording:
-            raise SbkitError(f"{other.id!r} and {recording.id!r} would be written to the same file",
-                             hint="change one of the ids")
+            raise SbkitError("same-output", f"{other.id!r} and {recording.id!r} would be written to the same file",
+                             hint="change one of the ids, for example by renaming its file")

@@ -80,14 +80,16 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
     config = layout.read(bundle)
     model_class = MODELS.of(config)
     if expect is not None and not issubclass(model_class, expect):
-        raise SbkitError(f"the bundle {bundle} has {config.what}, which is loaded as {model_class.__name__}, but "
-                         f"{expect.__name__} is needed here", hint=config.use.format(bundle))
+        raise SbkitError("wrong-bundle-kind", f"the bundle {bundle} has {config.what}, which is loaded as "
+                         f"{model_class.__name__}, but {expect.__name__} is needed here",
+                         hint=config.use.format(bundle), file=bundle)
 
     arguments = {"compile": compile or None, "options": options, "buckets": buckets}
     requested = {name: value for name, value in arguments.items() if value is not None}
     if not requested.keys() <= signature(model_class.open).parameters.keys():
-        raise SbkitError(f"compile, options and buckets are only for recognisers, and this is {config.what}")
+        raise SbkitError("wrong-bundle-kind", f"the bundle {bundle} has {config.what}, and compile, options and "
+                         "buckets are only for recognisers", hint="leave them out", file=bundle)
     if options is not None and not isinstance(options, Options):
-        raise SbkitError(f"options is a {type(options).__name__}, not sbkit.infer.Options",
-                         hint='write, for example, Options(search={"beam": 8})')
+        raise SbkitError("bad-value", f"options is a {type(options).__name__}, not sbkit.infer.Options",
+                         hint='write, for example, Options(search={"beam": 8})', key="options")
     return model_class.open(bundle, model, device, threads, **requested)

@@ -12,6 +12,7 @@ import numpy as np
 
 from sbkit.data.manifest import Manifest
 from sbkit.data.text import TextRules
+from sbkit.decode.file_errors import unreadable
 from sbkit.errors import SbkitError
 from sbkit.infer.files import run_files
 from sbkit.infer.inputs import collect
@@ -36,7 +37,7 @@ def read_or_calibrate(request: LabelRequest, pipeline: Pipeline) -> Calibration:
     try:
         digest = disk.sha256(request.calibrate)
     except OSError as error:
-        raise SbkitError(f"--calibrate {request.calibrate}: {error.strerror or error}", hint=_HINT) from None
+        raise unreadable(request.calibrate, error, _HINT) from None
     if not path.exists():
         computed = _calibrate(request, pipeline) | {"list": digest}
         with atomic_write(path) as file:
@@ -49,11 +50,11 @@ def read_or_calibrate(request: LabelRequest, pipeline: Pipeline) -> Calibration:
         other_list = facts["list"] != digest
         difference = 100 * facts["error"]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise SbkitError(f"{path} is damaged, or an earlier sbkit wrote it: {error}",
-                         hint="remove it to calibrate again") from error
+        raise SbkitError("damaged-output", f"{path} is damaged, or of an earlier version of sbkit: {error}",
+                         hint="remove it to calibrate again", file=path) from error
     if other_list:
-        raise SbkitError(f"{request.to} was calibrated on another list than {request.calibrate}",
-                         hint="name that one again, or choose another --to")
+        raise SbkitError("other-settings", f"{request.to} was calibrated on another list than {request.calibrate}",
+                         hint="pass that list again, or choose another --to", file=request.to, key="--calibrate")
     print(table(["utterances", "expected word accuracy %", "measured %"], rows))
     print(f"calibrated on {request.calibrate}: expected and measured word accuracy differ by {difference:.1f} points "
           "(expected calibration error, two-fold cross-validation)")
@@ -65,8 +66,9 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
     recordings = [recording for recording in collect([request.calibrate], None, request.schemes)
                   if recording.reference]
     if len(recordings) < MIN_UTTERANCES:
-        raise SbkitError(f"{request.calibrate}: {len(recordings)} recordings with a transcript can't show how reliable "
-                         "confidences are", hint=f"give at least {MIN_UTTERANCES}")
+        raise SbkitError("bad-calibration-list", f"{request.calibrate} has {len(recordings)} recordings with a "
+                         "transcript, too few to calibrate confidences", hint=f"give at least {MIN_UTTERANCES}",
+                         file=request.calibrate, key="--calibrate")
     _check_unseen(request, pipeline, recordings)
     rules = TextRules.for_language(pipeline.engine.config.language)
     references, hypotheses, confidences = [], [], []
@@ -79,13 +81,14 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
             hypotheses.append(_words(hypothesis, transcript.spaced))
             confidences.append(transcript.confidence)
     if not confidences:
-        raise SbkitError(f"{request.calibrate}: the recogniser found no words in any recording that has a "
-                         "transcript", hint=_HINT)
+        raise SbkitError("bad-calibration-list", f"{request.calibrate}: the recogniser found no words in any recording "
+                         "that has a transcript", hint=_HINT, file=request.calibrate, key="--calibrate")
     accuracy, counts = word_accuracy(references, hypotheses)
     try:
         bins, expected_error = reliability(np.array(confidences), accuracy, counts)
     except SbkitError as error:
-        raise SbkitError(f"{request.calibrate}: {error.message}", hint=error.hint) from None
+        raise SbkitError(error.code, f"{request.calibrate}: {error.message}", hint=error.hint,
+                         file=request.calibrate) from None
     calibration = Calibration.fit(np.array(confidences), accuracy, counts)
     return asdict(calibration) | {"bins": bins, "error": expected_error}
 
@@ -111,5 +114,6 @@ def _check_unseen(request: LabelRequest, pipeline: Pipeline, recordings: Sequenc
     trained_on = {place_of(wav, start) for wav, start in zip(manifest.wavs, manifest.starts.tolist(), strict=True)}
     seen = sum(place_of(str(recording.audio), recording.start) in trained_on for recording in recordings)
     if seen:
-        raise SbkitError(f"{request.calibrate}: the model was trained on {seen} of its {len(recordings)} "
-                         f"recordings ({train}), and is overconfident on them", hint=_HINT)
+        raise SbkitError("bad-calibration-list", f"{request.calibrate}: the model was trained on {seen} of its "
+                         f"{len(recordings)} recordings ({train}), and is overconfident on them", hint=_HINT,
+                         file=request.calibrate, key="--calibrate")

@@ -41,11 +41,13 @@ from sbkit.system.console import time_span
 def label(request: LabelRequest) -> int:
     """Transcribe the recordings that weren't yet, write the corpus, and return the exit code."""
     if STDIN in request.files:
-        raise SbkitError("a corpus can't have recordings from standard input", hint="save them to files")
+        raise SbkitError("bad-option", "recordings from standard input can't become rows of a corpus",
+                         hint="save them to files")
     to = request.to.resolve()
     for name in request.files:
         if Path(name).resolve().is_relative_to(to):
-            raise SbkitError(f"{name} is inside {request.to}, where labels are written", hint="choose another --to")
+            raise SbkitError("output-is-input", f"{name} is inside {request.to}, where labels are written",
+                             hint="choose another --to", file=name, key="--to")
     recordings = {}
     for recording in collect(request.files, None, request.schemes):
         key = key_of(recording)
@@ -55,7 +57,8 @@ def label(request: LabelRequest) -> int:
         print(engine.running, file=sys.stderr)
         work = request.to / FOLDER
         if request.to.exists() and not work.is_dir() and (request.to.is_file() or any(request.to.iterdir())):
-            raise SbkitError(f"{request.to} exists and was not written by sbkit label", hint="choose another --to")
+            raise SbkitError("output-exists", f"{request.to} exists and was not written by sbkit label",
+                             hint="choose another --to", file=request.to, key="--to")
         pipeline = Pipeline(engine, Options(request.batch_seconds, None, request.readers, request.search))
         with disk.disk_errors_as_user_error(request.to):
             with locked(work / ".lock"):

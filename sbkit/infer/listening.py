@@ -153,8 +153,8 @@ def _open(request: ListenRequest) -> StreamEngine | Engine:
     if has_streaming_graph(config, model):
         return StreamEngine(request.bundle, model, request.device, request.threads, max_streams=1)
     if request.chunk is not None:
-        raise SbkitError(f"{request.bundle} has no streaming graph, so no chunks to choose from",
-                         hint="leave out --chunk")
+        raise SbkitError("no-streaming-graph", f"{request.bundle} has no streaming graph, so --chunk has no effect",
+                         hint="leave out --chunk", file=request.bundle, key="--chunk")
     return Engine(request.bundle, model, request.device, request.threads)
 
 
@@ -162,12 +162,13 @@ def listen(request: ListenRequest) -> int:
     """Listen until the samples end or Ctrl-C, and return the exit code."""
     if request.source not in (STDIN, None):
         missing = "" if Path(request.source).exists() else ", and there is no such file"
-        raise SbkitError(f"listen takes a microphone, or - for standard input, but not {request.source}{missing}",
-                         hint=f"files are for: sbkit transcribe {request.bundle} {request.source}; or, if it is "
-                              f"raw 16-bit PCM: sbkit listen {request.bundle} - < {request.source}")
+        raise SbkitError("bad-option", "listen takes a microphone, or - for standard input, but not "
+                         f"{request.source}{missing}",
+                         hint=f"to transcribe a file: sbkit transcribe {request.bundle} {request.source}; if it is raw "
+                              f"16-bit PCM: sbkit listen {request.bundle} - < {request.source}")
     if request.source == STDIN and request.microphone is not None:
-        raise SbkitError(f"- reads standard input, so it can't also use the microphone {request.microphone}",
-                         hint="leave out one of them")
+        raise SbkitError("conflicting-options", f"- reads standard input, but --microphone {request.microphone} is "
+                         "given too", hint="leave out one of them", key="--microphone")
     search = request.search  # raises before a model is loaded
     with CtrlC() as ctrl_c:
         try:

@@ -99,7 +99,8 @@ class Model(LoadedBundle[Engine]):
         # Arrays where the first option stands: the samples were meant for the stream that this returns.
         first_arguments = chunk if isinstance(chunk, list) else [chunk]
         if any(isinstance(argument, np.ndarray) for argument in first_arguments):
-            raise SbkitError("stream takes options, not samples", hint="feed what it returns: model.stream()(arrays)")
+            raise SbkitError("bad-value", "stream() takes options, not samples",
+                             hint="pass the samples to the stream that it returns: model.stream()(arrays)")
         options = {"lm": lm, "hot_words": phrase_boosts(hot_words) or None, "lm_weight": lm_weight,
                    "word_score": word_score, "beam": beam}
         search = {name: value for name, value in options.items() if value is not None}

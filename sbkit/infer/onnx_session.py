@@ -29,9 +29,9 @@ class Interface:
 
     def check(self, path: Path, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         if (list(inputs), list(outputs)) != (list(self.inputs), list(self.outputs)):
-            raise SbkitError(f"{path} has the inputs {list(inputs)} and outputs {list(outputs)} instead of "
-                             f"{list(self.inputs)} and {list(self.outputs)}",
-                             hint="do its files come from the same export?")
+            raise SbkitError("mismatched-bundle", f"{path} has the inputs {list(inputs)} and outputs {list(outputs)} "
+                             f"instead of {list(self.inputs)} and {list(self.outputs)}",
+                             hint="do its files come from the same export?", file=path)
 
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -63,12 +63,12 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
     """
     builds = list(onnxruntimes())
     if len(builds) > 1:
-        raise SbkitError(f"{' and '.join(builds)} are both installed, and each overwrote files of the other",
-                         hint=f"pip uninstall -y {' '.join(builds)}, then install the one you want")
+        raise SbkitError("unusable-package", f"{' and '.join(builds)} are both installed, and each overwrote files of "
+                         "the other", hint=f"pip uninstall -y {' '.join(builds)}, then install the one you want")
     import onnxruntime
 
     if not hasattr(onnxruntime, "InferenceSession"):
-        raise SbkitError("onnxruntime is installed incompletely: another build of it was removed",
+        raise SbkitError("unusable-package", "onnxruntime is installed incompletely: another build of it was removed",
                          hint=f"pip install --force-reinstall {builds[0] if builds else 'onnxruntime'}")
     runtime = onnxruntime
     if gpu is not None:
@@ -93,9 +93,10 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
         session.run(None, dict(interface.inputs))
     except Exception as error:
         if gpu is not None:
-            raise DeviceUnavailable(f"an inference of {path.name} failed there: {first_line(error)}",
+            raise DeviceUnavailable(f"a test inference of {path.name} failed on the GPU: {first_line(error)}",
                                     hint=_LIBRARIES) from error
-        raise SbkitError(f"{path} can't be run: {first_line(error)}", hint="export it again") from error
+        raise SbkitError("damaged-bundle", f"{path} can't be run: {first_line(error)}", hint="export it again",
+                         file=path) from error
     _check_device(session, gpu)
     operators = _count_operators(session)
     note = ""
@@ -129,16 +130,16 @@ def _new_session(runtime: ModuleType, path: Path, gpu: int | None,
     if version < _CHECKS_WEIGHTS and path.stat().st_size:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if _WEIGHT_FILE.search(data):
-                raise SbkitError(f"{path} has its weights in other files, and onnxruntime {runtime.__version__} "
-                                 "would read any file of this machine that a model names",
-                                 hint="pip install 'onnxruntime>=1.24', which takes Python 3.11 or later")
+                raise SbkitError("unusable-package", f"{path} has its weights in other files, and onnxruntime "
+                                 f"{runtime.__version__} would read any file of this machine that a model names",
+                                 hint="pip install 'onnxruntime>=1.24', which takes Python 3.11 or later", file=path)
     try:
         return runtime.InferenceSession(str(path), settings, providers=providers, enable_fallback=0)
     except Exception as error:
         if gpu is not None:
-            raise DeviceUnavailable(f"{path.name} can't be opened there: {first_line(error)}") from error
-        raise SbkitError(f"{path} can't be loaded: {first_line(error)}",
-                         hint="is the file complete? export it again") from error
+            raise DeviceUnavailable(f"{path.name} can't be opened on the GPU: {first_line(error)}") from error
+        raise SbkitError("damaged-bundle", f"{path} can't be loaded: {first_line(error)}",
+                         hint="is the file complete? export it again", file=path) from error
 
 
 def _check_device(session: Session, gpu: int | None) -> None:
@@ -146,10 +147,11 @@ def _check_device(session: Session, gpu: int | None) -> None:
     provider = session.get_providers()[0]
     if gpu is None:
         if provider != CPU:
-            raise SbkitError(f"cpu was requested, but onnxruntime took {provider}")
+            raise SbkitError("device-unavailable", f"the CPU was requested, but onnxruntime chose {provider}",
+                             hint="install the package onnxruntime instead of this build")
         return
     if provider != CUDA:
         raise DeviceUnavailable(f"onnxruntime fell back to {provider}", hint=_LIBRARIES)
     number = session.get_provider_options()[CUDA].get("device_id")
     if number != str(gpu):
-        raise DeviceUnavailable(f"onnxruntime took cuda:{number}", hint="nvidia-smi lists the GPUs of this machine")
+        raise DeviceUnavailable(f"onnxruntime chose cuda:{number}", hint="nvidia-smi lists the GPUs of this machine")

@@ -59,7 +59,8 @@ def resynthesize(request: ResynthesizeRequest) -> int:
     to = request.to.resolve()
     publish.clean_up(to, FOLDER)
     if request.to.exists() and not request.force:
-        raise SbkitError(f"{request.to} exists", hint="choose another folder, or replace it with --force")
+        raise SbkitError("output-exists", f"{request.to} exists",
+                         hint="choose another folder, or replace it with --force", file=request.to)
     FOLDER.check_replaceable(request.to)
     folders = {path.parent.name: path.parent for path in sorted(request.folder.glob(f"*/{MANIFEST}"))}
     if (request.folder / MANIFEST).is_file() or not folders:  # without splits

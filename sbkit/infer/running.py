@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from sbkit.data.audio import AudioError
+from sbkit.decode.file_errors import unwritable
 from sbkit.errors import SbkitError
 from sbkit.infer.files import SOME_FAILED, Result, run_files, summarise
 from sbkit.infer.graph_model import GraphEngine, GraphModel, Output
@@ -39,7 +40,7 @@ class RunRequest(FilesRequest):
 def run(request: RunRequest) -> int:
     recordings = collect(request.files, None, request.schemes)
     if request.output is None and "wav" in request.formats:
-        raise SbkitError("wav can't be printed", hint="add --to FOLDER")
+        raise SbkitError("bad-option", "wav can't be printed", hint="add --to FOLDER", key="--format")
     if request.output is not None:
         check_output_paths(request.output, recordings)
     errors: dict[int, AudioError] = {}
@@ -54,8 +55,8 @@ def run(request: RunRequest) -> int:
             audio += seconds
             if request.output is None:
                 if result.size > _MAX_PRINTED:
-                    raise SbkitError(f"{recording.name} has {result.size:,} output values, too many to print",
-                                     hint="write files: --to FOLDER")
+                    raise SbkitError("bad-option", f"{recording.name} has {result.size:,} output values, too many to "
+                                     "print", hint="write files: --to FOLDER", key="--to")
                 sys.stdout.write(_line(recording, result))
             else:
                 for name in request.formats:
@@ -84,7 +85,7 @@ def _write(path: Path, format: str, recording: Recording, result: Output, rate: 
         else:
             np.savez(path, allow_pickle=False, **result.outputs)
     except OSError as error:
-        raise SbkitError(f"cannot write {path}: {error.strerror}") from error
+        raise unwritable(path, error) from error
 
 
 def _line(recording: Recording, result: Output) -> str:

@@ -28,36 +28,37 @@ def as_int(value: object) -> int | None:
 def check_samples(piece: object) -> np.ndarray:
     """Return samples [N] as an array of floats from -1 to 1, or int16; raises if they can't be samples."""
     if isinstance(piece, (str, os.PathLike)):
-        raise SbkitError(f"a piece of a stream is {str(piece)[:80]!r}, but must be an array of samples",
+        raise SbkitError("bad-samples", f"a piece of a stream is {str(piece)[:80]!r}, but must be an array of samples",
                          hint="read the file first: samples, rate = soundfile.read(FILE); or transcribe it")
     if isinstance(piece, (bytes, bytearray)):
-        raise SbkitError("a piece of a stream is bytes, but must be an array of samples",
+        raise SbkitError("bad-samples", "a piece of a stream is bytes, but must be an array of samples",
                          hint="for 16-bit PCM: np.frombuffer(data, np.int16)")
     try:
         samples = np.asarray(piece)
     except (TypeError, ValueError) as error:
-        raise SbkitError(f"a piece of a stream is not an array of samples: {first_line(error)}") from None
+        raise SbkitError("bad-samples", "a piece of a stream is not an array of samples: "
+                         f"{first_line(error)}") from None
     if samples.dtype.kind == "O":
-        raise SbkitError(f"a piece of a stream is {type(piece).__name__}, but must be an array of samples",
-                         hint="give floats from -1 to 1, or int16")
+        raise SbkitError("bad-samples", f"a piece of a stream is {type(piece).__name__}, but must be an array of "
+                         "samples", hint="give floats from -1 to 1, or int16")
     if samples.ndim != 1:
         hint = "give an array of samples"
         if samples.ndim == 2:
             hint = "mix the channels: samples.mean(1), if they are [N, channels]"
-        raise SbkitError(f"a piece of a stream has the shape {[*samples.shape]}, but must be one channel's [N]",
-                         hint=hint)
+        raise SbkitError("bad-samples", f"a piece of a stream has the shape {[*samples.shape]}, but must be one "
+                         "channel's [N]", hint=hint)
     if samples.dtype == np.int16:
         return samples
     if samples.dtype.kind != "f":
-        raise SbkitError(f"a piece of a stream has samples of type {samples.dtype}, but they must be floats from -1 to "
-                         "1, or int16", hint="for 16-bit PCM: np.frombuffer(data, np.int16)")
+        raise SbkitError("bad-samples", f"a piece of a stream has samples of type {samples.dtype}, but they must be "
+                         "floats from -1 to 1, or int16", hint="for 16-bit PCM: np.frombuffer(data, np.int16)")
     peak = max(samples.max(), -samples.min()) if len(samples) else 0.0
     if not np.isfinite(peak):
-        raise SbkitError("a piece of a stream holds values that are not finite (NaN or infinite)",
-                         hint="skip it, or replace them by zeros: the stream is unchanged")
+        raise SbkitError("bad-samples", "a piece of a stream has samples that are NaN or infinite",
+                         hint="skip it, or replace these samples by zeros: the stream is unchanged")
     if peak > LOUDEST:
-        raise SbkitError(f"a piece of a stream has samples of up to {peak:.4g}, but floats go from -1 to 1",
-                         hint="divide 16-bit samples by 32768, or give them as int16")
+        raise SbkitError("bad-samples", f"a piece of a stream has samples of up to {peak:.4g}, but floats go from -1 "
+                         "to 1", hint="divide 16-bit samples by 32768, or give them as int16")
     return samples
 
 
@@ -76,11 +77,12 @@ def as_floats(samples: np.ndarray) -> np.ndarray:
 def check_rate(value: object) -> int:
     """Return a stream's rate as an int; raises if it is invalid."""
     if value is None:
-        raise SbkitError("the rate of the samples is missing", hint="it is sample_rate, such as 16000")
+        raise SbkitError("bad-value", "the sample rate is missing", hint="pass sample_rate, such as 16000",
+                         key="sample_rate")
     rate = as_int(value)
     if rate is None or not MIN_RATE <= rate <= MAX_RATE:
-        raise SbkitError(f"the samples' rate is {shown(value)} Hz, but must be a whole number from {MIN_RATE} to "
-                         f"{MAX_RATE}")
+        raise SbkitError("bad-value", f"the sample rate is {shown(value)} Hz, but must be a whole number from "
+                         f"{MIN_RATE} to {MAX_RATE}", key="sample_rate", value=value)
     return rate
 
 

@@ -126,8 +126,8 @@ class PhraseReader:
             raise unknown.error()
         yield from buffer.flush(SENTENCE_PAUSE)
         if not has_speech:
-            problem = "the text has only characters that the voice never learnt" if has_words else "the text is empty"
-            raise UnspeakableText(problem, hint="give it some words to say")
+            problem = "the voice has no symbols for any character of the text" if has_words else "the text is empty"
+            raise UnspeakableText("empty-input", problem, hint="give a text with words")
 
 
 def words(blocks: Iterable[str], longest: int) -> Iterator[TextWord]:

@@ -114,14 +114,14 @@ class Session:
     def close(self) -> None:
         """Drop the stream without further results or calls of ``on_result``."""
         self._on_result = None
-        self.fail(SbkitError("the stream was closed", hint="open another one"))
+        self.fail(SbkitError("stream-ended", "the stream was closed", hint="open another one"))
 
     def check_open(self) -> None:
         """Raise if the stream has ended or failed."""
         if self._error is not None:
             raise self._error
         if self._ended:
-            raise SbkitError("the stream has ended: it takes no more samples",
+            raise SbkitError("stream-ended", "the stream has ended and takes no more samples",
                              hint="start a new one, as Stream.reset() does")
 
     def _add(self, windows: list[Window], ended: bool = False) -> None:

@@ -75,7 +75,7 @@ def kind_of(path: Path) -> str:
     if name is None or not KINDS[name].available:
         usable = [suffix for suffix, kind in SUFFIXES.items() if KINDS[kind].available]
         what = f"{path.suffix} files can't be written" if path.suffix else f"{path} has no suffix for an audio format"
-        raise SbkitError(what, hint=f"use {', '.join(usable)}")
+        raise SbkitError("bad-option", what, hint=f"use {', '.join(usable)}", file=path)
     return name
 
 

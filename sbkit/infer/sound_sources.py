@@ -41,9 +41,9 @@ class Pcm:
         while data := self._file.read1(_READ_BYTES):
             kind = sniffer.kind(data)
             if kind is not None:
-                raise SbkitError(f"{self.name} is a file ({kind}), but must be raw 16-bit samples",
-                                 hint="sbkit transcribe reads files; or: ffmpeg -i FILE -f s16le -ac 1 "
-                                      f"-ar {self.rate} -")
+                raise SbkitError("not-pcm", f"{self.name} is a file ({kind}), but must be raw 16-bit PCM",
+                                 hint="sbkit transcribe reads files; or: ffmpeg -i FILE -f s16le -ac 1 -ar "
+                                      f"{self.rate} -")
             empty = False
             data = rest + data
             whole = len(data) // 2 * 2
@@ -67,10 +67,11 @@ class Microphone:
         try:
             import sounddevice
         except ImportError:
-            raise SbkitError("a microphone needs the package sounddevice", hint="pip install 'sbkit[listen]'; or pipe "
-                             "16-bit PCM into: sbkit listen BUNDLE -") from None
+            raise SbkitError("missing-package", "a microphone needs the package sounddevice",
+                             hint="pip install 'sbkit[listen]'; or pipe 16-bit PCM into: sbkit listen BUNDLE "
+                                  "-") from None
         except OSError as error:
-            raise SbkitError(f"sounddevice can't be used: {first_line(error)}",
+            raise SbkitError("unusable-package", f"sounddevice can't be used: {first_line(error)}",
                              hint="install PortAudio, such as: apt install libportaudio2; or pipe 16-bit PCM into: "
                                   "sbkit listen BUNDLE -") from error
         self._library: ModuleType = sounddevice
@@ -99,16 +100,17 @@ class Microphone:
             with recording:
                 while (block := blocks.get()) is not None:
                     if blocks.qsize() * _BLOCK_SECONDS > _MAX_DELAY_SECONDS:
-                        raise SbkitError(f"the model is {_MAX_DELAY_SECONDS:g} s behind the microphone: this machine "
-                                         "is too slow for it", hint="take a larger --chunk, --model int8, or no --lm")
+                        raise SbkitError("too-slow", f"transcription is {_MAX_DELAY_SECONDS:g} s behind the "
+                                         "microphone, because this machine is too slow for the model",
+                                         hint="choose a larger --chunk or --model int8, or leave out --lm")
                     yield block
         except self._library.PortAudioError as error:
             raise self._unusable(error) from error
-        raise SbkitError(f"the microphone {self.name} stopped", hint="is it still connected?")
+        raise SbkitError("no-microphone", f"the microphone {self.name} stopped", hint="is it still connected?")
 
     def _unusable(self, error: Exception) -> SbkitError:
-        return SbkitError(f"the microphone can't be used: {first_line(error)}",
-                          hint="python -m sounddevice lists them, for --microphone; or pipe 16-bit PCM into: "
+        return SbkitError("no-microphone", f"the microphone can't be used: {first_line(error)}",
+                          hint="python -m sounddevice lists microphones, for --microphone; or pipe 16-bit PCM into: "
                                "sbkit listen BUNDLE -")
 
 

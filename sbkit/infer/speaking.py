@@ -15,6 +15,7 @@ from typing import IO
 
 import numpy as np
 
+from sbkit.decode.file_errors import unreadable, unwritable
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.formats import ModelRequest
@@ -51,12 +52,12 @@ class SpeakRequest(ModelRequest):
 def speak(request: SpeakRequest) -> int:
     """Speak and return the exit code. The whole text is checked before any of it is spoken."""
     if (request.text is None) == (request.file is None):
-        raise SbkitError("give a text, - for standard input, or --file FILE",
+        raise SbkitError("bad-option", "give a text, - for standard input, or --file FILE",
                          hint='sbkit speak BUNDLE "good morning" --to morning.wav')
     config = layout.VoiceConfig.read(request.bundle)
     if request.to == STD and sys.stdout.isatty():
-        raise SbkitError("--to - writes sound to standard output, but that is a terminal",
-                         hint="sbkit speak BUNDLE TEXT --to - | aplay")
+        raise SbkitError("bad-option", "--to - writes sound to standard output, but that is a terminal",
+                         hint="sbkit speak BUNDLE TEXT --to - | aplay", key="--to")
     kind = _LIVE if request.to == STD else kind_of(Path(request.to))
     speaker_of(config, request.voice)
     check_speed(request.speed)
@@ -64,7 +65,7 @@ def speak(request: SpeakRequest) -> int:
         reader = PhraseReader(config, request.skip_unknown)
         count = sum(len(phrase.ids) for phrase in reader.read(_blocks(text, request)))
         if reader.unknown.counts:
-            print(f"left out because the voice never learnt it: {reader.unknown}", file=sys.stderr)
+            print(f"left out because the voice has no symbol for it: {reader.unknown}", file=sys.stderr)
         with Voice.open(request.bundle, request.model, request.device, request.threads) as voice:
             print(voice.running, file=sys.stderr)
             text.seek(0)
@@ -123,7 +124,7 @@ def _file(path: Path) -> IO[bytes]:
     try:
         return path.open("rb")
     except OSError as error:
-        raise SbkitError(f"{path} cannot be read: {error.strerror}") from error
+        raise unreadable(path, error) from error
 
 
 def _blocks(text: IO[str], request: SpeakRequest) -> Iterator[str]:
@@ -137,8 +138,7 @@ def _blocks(text: IO[str], request: SpeakRequest) -> Iterator[str]:
             name = "standard input"
         else:
             name = "the text"
-        cause = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error.reason})"
-        raise SbkitError(f"{name} cannot be read: {cause}", hint="give a file of text in UTF-8") from error
+        raise unreadable(name, error, "give a file of text in UTF-8") from error
 
 
 # ---------------------------------------------------------------------- the sound
@@ -167,9 +167,10 @@ def _encoder(to: str, kind: str, rate: int) -> Iterator[SoundWriter | SoundStrea
         return
     path = Path(to)
     if path.is_dir():
-        raise SbkitError(f"{to} is a folder", hint="name the file: --to out.wav")
+        raise SbkitError("bad-option", f"--to {to} is a folder", hint="name the file: --to out.wav", file=to,
+                         key="--to")
     try:
         with atomic_write(path, "wb") as file, contextlib.closing(SoundWriter(file, kind, rate)) as writer:
             yield writer
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        raise SbkitError(f"cannot write {to}: {error.strerror}", hint="choose another place with --to") from error
+        raise unwritable(to, error, "choose another place with --to") from error

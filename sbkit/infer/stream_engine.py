@@ -71,9 +71,11 @@ class StreamEngine(BundleEngine):
         self.config = Config.read(self.folder)
         self.vocabulary = Vocabulary.read(self.folder, self.config)
         if self.config.streaming is None:
-            raise SbkitError(f"{self.folder} has no streaming graph: its model needs whole recordings",
+            raise SbkitError("no-streaming-graph", f"{self.folder} has no streaming graph, so its model needs whole "
+                             "recordings",
                              hint="train with hparams/streaming.yaml (sbkit new FOLDER --task streaming writes it) and "
-                                  "export that run; a model trained in chunks gets it when it is exported again")
+                                  "export that run; if a model was trained in chunks, exporting it again adds the "
+                                  "graph", file=self.folder)
         self.streaming = self.config.streaming
         # Reused by all steps: the system would zero new memory of this size each time.
         self._states = [np.zeros((self.max_streams, *part["shape"]), part["type"])
@@ -116,11 +118,11 @@ class StreamEngine(BundleEngine):
         sizes = ", ".join(map(str, chunks))
         size = as_int(chunk)
         if size is None:
-            raise SbkitError(f"a chunk must be a whole number of milliseconds, not {shown(chunk)}",
-                             hint=f"the model was trained for {sizes}")
+            raise SbkitError("bad-value", f"a chunk must be a whole number of milliseconds, not {shown(chunk)}",
+                             hint=f"the model was trained for {sizes}", key="chunk", value=chunk)
         if size not in chunks:
-            raise SbkitError(f"the model wasn't trained for chunks of {shown(size)} ms",
-                             hint=f"it was trained for {sizes}")
+            raise SbkitError("bad-value", f"the model was not trained for chunks of {shown(size)} ms",
+                             hint=f"it was trained for {sizes}", key="chunk", value=chunk)
         return chunks[size]
 
     @property
@@ -231,11 +233,12 @@ class StreamEngine(BundleEngine):
         log_probs, counts, *next_states = outputs
         if log_probs.ndim != 3 or {len(log_probs), *counts.shape} != {streams} \
                 or [batch.shape for batch in next_states] != [(streams, *part.shape) for part in states[0]]:
-            raise SbkitError(f"the streaming graph outputs {[array.shape for array in outputs]} for {streams} streams",
-                             hint="export it again")
+            raise SbkitError("mismatched-bundle", f"the streaming graph outputs {[array.shape for array in outputs]} "
+                             f"for {streams} streams", hint="export it again", file=self.folder)
         if log_probs.shape[2] != self.config.width:
-            raise SbkitError(f"the streaming graph outputs {log_probs.shape[2]} values per frame, but config.json "
-                             f"says {self.config.width}", hint="do all files come from the same export?")
+            raise SbkitError("mismatched-bundle", f"the streaming graph outputs {log_probs.shape[2]} values per frame, "
+                             f"but config.json says {self.config.width}",
+                             hint="do all files come from the same export?", file=self.folder)
         for row, state in enumerate(states):
             for part, batch in zip(state, next_states, strict=True):
                 part[...] = batch[row]

@@ -53,8 +53,9 @@ class Unknown:
             places.append(place)
 
     def error(self) -> UnknownCharacters:
-        return UnknownCharacters(f"the voice never learnt {self}",
-                                 hint="write them in its symbols, or leave them out with skip_unknown")
+        return UnknownCharacters("unknown-characters", f"the voice has no symbols for {self}",
+                                 hint="write them in its symbols, or leave them out with skip_unknown",
+                                 value="".join(self.places))
 
     def __str__(self) -> str:
         """Name the first ``_CHARACTERS`` of them."""

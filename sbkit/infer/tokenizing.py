@@ -72,9 +72,12 @@ def tokenize(request: TokenizeRequest) -> int:
     names = _corpus(request, "").names()
     unknown = [name for name in request.splits if name not in names]
     if unknown:
-        raise SbkitError(f"{request.corpus} has no split {unknown[0]!r}", hint=f"it has {', '.join(names) or 'none'}")
+        raise SbkitError("no-such-split", f"{request.corpus} has no split {unknown[0]!r}",
+                         hint=f"it has {', '.join(names) or 'none'}", file=request.corpus, key="--split",
+                         value=unknown[0])
     if not names:
-        raise SbkitError(f"{request.corpus} has no split", hint="docs/how-to/data.md says what a corpus may be")
+        raise SbkitError("no-such-split", f"{request.corpus} has no splits",
+                         hint="docs/how-to/data.md says what a corpus may be", file=request.corpus)
     usual = [name for split in SPLITS for name in names if _kind(name) == split]
     chosen = list(dict.fromkeys(request.splits)) or usual or names
     folders = {}
@@ -100,12 +103,12 @@ def _folders(to: Path, names: Sequence[str]) -> dict[str, Path]:
     for name in names:
         folder_name = file_name(name)
         if folder_name.casefold() == PREPARED:
-            raise SbkitError(f"the split {name!r} can't be encoded: {to / PREPARED} is where the corpus's "
-                             "manifests are kept", hint="rename its list or folder")
+            raise SbkitError("same-output", f"the split {name!r} can't be encoded: {to / PREPARED} is where the "
+                             "corpus's manifests are kept", hint="rename its list or folder")
         other = taken.setdefault(folder_name.casefold(), name)
         if other != name:
-            raise SbkitError(f"the splits {other!r} and {name!r} would both be {to / folder_name}",
-                             hint="choose one with --split, and another folder for the other")
+            raise SbkitError("same-output", f"the splits {other!r} and {name!r} would both be {to / folder_name}",
+                             hint="choose one with --split, and another folder for the other", key="--split")
         folders[name] = to / folder_name
     return folders
 
@@ -199,7 +202,8 @@ def _report_left_out(name: str, utterances: int, left_out: pa.Table, folder: Pat
     first = left_out[:_LISTED].to_pylist()
     examples = [f"{row['ID'][:_SHOWN]}: {row['detail'] or row['reason']}" for row in first]
     if not utterances:
-        raise SbkitError(f"all {count:,} rows of {name} were left out: {summary}", hint=f"for example {examples[0]}")
+        raise SbkitError("no-rows-left", f"all {count:,} rows of the split {name} were left out: {summary}",
+                         hint=f"for example {examples[0]}")
     if left_out.num_rows:
         print(f"{name}: {count:,} rows read, {utterances:,} kept, {left_out.num_rows:,} left out: {summary}\n  "
               + "\n  ".join(examples) + f"\n  all are in {folder / exclusions.NAME}", file=sys.stderr)

@@ -14,8 +14,9 @@ from typing import Any
 
 from sbkit.data.audio import AudioError
 from sbkit.data.text import TextRules
+from sbkit.decode.file_errors import unwritable
 from sbkit.decode.search_options import SearchRequest
-from sbkit.errors import SbkitError, printable
+from sbkit.errors import SbkitError, printable, shown_names
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import Engine
 from sbkit.infer.files import SHOWN, SOME_FAILED, print_first, run_files, summarise
@@ -54,13 +55,16 @@ class TranscribeRequest(SearchRequest, FilesRequest):
 def transcribe(request: TranscribeRequest) -> int:
     unknown = [name for name in request.formats if name not in FORMATS]
     if unknown or not request.formats:
-        raise SbkitError(f"unknown format: {', '.join(unknown) or 'none was given'}", hint=f"use {', '.join(FORMATS)}")
+        what = f"there is no format {shown_names(unknown)}" if unknown else "no format was given"
+        raise SbkitError("bad-value", what,
+                         hint=f"use {', '.join(FORMATS)}", key="--format")
     formats = list(dict.fromkeys(request.formats))
     recordings = collect(request.files, request.references, request.schemes)
     if request.output is None and len(recordings) > 1 and set(formats) & {"srt", "vtt"}:
-        raise SbkitError("subtitles of several recordings can't be printed", hint="add --to FOLDER")
+        raise SbkitError("bad-option", "subtitles of several recordings can't be printed", hint="add --to FOLDER",
+                         key="--to")
     if request.output is None and len(formats) > 1:
-        raise SbkitError("several formats can't be printed", hint="add --to FOLDER")
+        raise SbkitError("bad-option", "several formats can't be printed", hint="add --to FOLDER", key="--to")
     if request.output is not None:
         check_output_paths(request.output, recordings)
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:
@@ -168,8 +172,7 @@ def write_transcript(output: Path, recording: Recording, transcript: Transcript,
             with atomic_write(path) as file:
                 file.write(FORMATS[name](transcript))
         except OSError as error:
-            raise SbkitError(f"cannot write {path}: {error.strerror}",
-                             hint="the same command continues from here") from error
+            raise unwritable(path, error, "the same command continues from here") from error
 
 
 def record_settings(output: Path, bundle: Path, options: Mapping[str, Any], redo: bool | None = None) -> None:
@@ -185,19 +188,21 @@ def record_settings(output: Path, bundle: Path, options: Mapping[str, Any], redo
     except FileNotFoundError:
         existing = None
     except (OSError, ValueError, TypeError) as error:
-        raise SbkitError(f"{path} cannot be read: {error}", hint="choose another folder") from error
+        raise SbkitError("damaged-output", f"{path} cannot be read: {error}", hint="choose another folder",
+                         file=path) from error
     if existing not in (None, facts) and not redo:
         before = _flat(existing)
         now = _flat(facts)
         changed = [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
         names = ", ".join(_ARGUMENTS.get(name, f"--{name.replace('_', '-')}") for name in changed)
-        raise SbkitError(f"{output} contains transcripts made with another {names}",
-                         hint="choose another folder" + ("" if redo is None else ", or redo them with --overwrite"))
+        raise SbkitError("other-settings", f"{output} contains transcripts made with another {names}",
+                         hint="choose another folder" + ("" if redo is None else ", or redo them with --overwrite"),
+                         file=output, value=names)
     try:
         with atomic_write(path) as file:
             json.dump(facts, file, indent=1)
     except OSError as error:
-        raise SbkitError(f"cannot write into {output}: {error.strerror}") from error
+        raise unwritable(path, error) from error
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -166,12 +166,14 @@ def speaker_of(config: VoiceConfig, name: str | None) -> int:
     if name is None:
         return 0
     if name not in config.speakers:
-        raise SbkitError(f"unknown voice {name[:80]!r}", hint=f"use {', '.join(config.speakers)}")
+        raise SbkitError("voice-not-found", f"there is no voice {shown(name)}",
+                         hint=f"use {', '.join(config.speakers)}", key="voice", value=name)
     return config.speakers.index(name)
 
 
 def check_speed(speed: object) -> float:
     """Return a speed as a float; raises if it is invalid."""
     if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not SLOWEST <= speed <= FASTEST:
-        raise SbkitError(f"speed is {shown(speed)}, but must be a number from {SLOWEST:g} to {FASTEST:g}")
+        raise SbkitError("bad-value", f"speed is {shown(speed)}, but must be a number from {SLOWEST:g} to {FASTEST:g}",
+                         key="speed", value=speed)
     return float(speed)

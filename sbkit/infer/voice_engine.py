@@ -14,7 +14,7 @@ from sbkit.data.pronunciation import pronunciation
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.padding import pad
-from sbkit.infer.bundle_engine import BatchEngine, ModelFailed
+from sbkit.infer.bundle_engine import DIVERGED, BatchEngine, ModelFailed
 from sbkit.infer.onnx_session import Interface
 
 #: One symbol with the first speaker, at speed 1.
@@ -78,9 +78,10 @@ class VoiceEngine(BatchEngine):
         try:
             self._run([SpeechInput([symbols - 1], speakers - 1)])
         except ModelFailed as error:  # an index was out of range
-            raise SbkitError(f"{path} can't speak the last of {symbols} symbols with the last of {speakers} voices: "
-                             f"{error.message}",
-                             hint=f"do it and {layout.CONFIG} come from the same export? export it again") from error
+            raise SbkitError("mismatched-bundle", f"{path} can't speak the last of {symbols} symbols with the last of "
+                             f"{speakers} voices: {error.message}",
+                             hint=f"do it and {layout.CONFIG} come from the same export? export it again",
+                             file=path) from error
 
     def run_batch(self, lines: list[SpeechInput]) -> list[SpeechOutput]:
         text, lengths = pad([np.array(line.ids, dtype=np.int64) for line in lines])
@@ -88,19 +89,19 @@ class VoiceEngine(BatchEngine):
         speed = np.array([line.speed for line in lines], dtype=np.float32)
         outputs = self.compute(text, lengths, speaker, speed)
         if [output.ndim for output in outputs] != [2, 1, 2] or any(len(output) != len(lines) for output in outputs):
-            raise SbkitError(f"the voice output {[list(output.shape) for output in outputs]} for {len(lines)} texts",
-                             hint="export it again")
+            raise SbkitError("mismatched-bundle", f"the voice output {[list(output.shape) for output in outputs]} for "
+                             f"{len(lines)} texts", hint="export it again")
         speech = []
         for audio, samples, durations, symbols in zip(*outputs, lengths.tolist(), strict=True):
             if not 0 <= samples <= len(audio):
-                raise SbkitError(f"the voice output {len(audio)} samples but {samples} as their number",
-                                 hint="export it again")
+                raise SbkitError("mismatched-bundle", f"the voice output {len(audio)} samples, but reported {samples} "
+                                 "as their number", hint="export it again")
             audio = audio[:samples]  # without the row's padding
             frames = durations[:symbols]
             if not np.isfinite(audio).all():
-                raise SbkitError("the voice output samples that are not numbers", hint="was it trained to the end?")
+                raise SbkitError("nan-output", "the voice's output has samples that are NaN or infinite", hint=DIVERGED)
             if frames.min() < 0:
-                raise SbkitError("the voice output durations that are not numbers", hint="was it trained to the end?")
+                raise SbkitError("nan-output", "the voice's output has durations that are not numbers", hint=DIVERGED)
             # Copies: a view would keep the whole batch in memory.
             speech.append(SpeechOutput(audio.clip(-1.0, 1.0), frames.astype(np.int64)))
         return speech

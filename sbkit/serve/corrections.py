@@ -76,14 +76,16 @@ class Corrections:
             self._lock = Lock(folder)
             if self._lock.acquire() is False:
                 self._lock.close()
-                raise SbkitError(f"--corrections {folder}: another server writes there", hint="name another folder")
+                raise SbkitError("folder-in-use", f"--corrections {folder} is in use by another server",
+                                 hint="name another folder", file=folder, key="--corrections")
             for written in (folder, self._clips):
                 remove_partials(written)
             self._drop_partial_row()
             self._read()
         except (OSError, ValueError) as error:
-            raise SbkitError(f"--corrections {folder}: cannot be used: {error}",
-                             hint="name a folder that this server can write, new or made by --corrections") from None
+            raise SbkitError("unwritable-path", f"--corrections {folder} can't be used: {error}",
+                             hint="name a folder that this server can write, new or made by --corrections", file=folder,
+                             key="--corrections") from None
 
     def close(self) -> None:
         self._lock.close()

@@ -172,7 +172,8 @@ class Decoders:
             try:
                 decoder.start(Job())
             except ApiError as error:
-                raise SbkitError(error.message, hint=f"try it by hand: {' '.join(self._command)} 0 0 0") from None
+                raise SbkitError("decoder-not-started", error.message,
+                                 hint=f"try it by hand: {' '.join(self._command)} 0 0 0") from None
 
     def decode(self, upload: IO[bytes], rate: int, job: Job, work: Work | None = None) -> Wave:
         """Decode an upload into samples; raises ``ApiError`` with the reason if it can't. ``work`` grows with them."""

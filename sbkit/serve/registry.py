@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown
 from sbkit.export import layout
 from sbkit.serve.errors import ApiError, invalid
 from sbkit.serve.metrics import Metrics
@@ -31,10 +31,11 @@ def parse_bundles(arguments: Sequence[str]) -> dict[str, Path]:
         if not equals or Path(argument).is_dir():  # a folder's own name may have an equals sign
             name, path = Path(argument).resolve().name, argument
         if not _NAME.fullmatch(name):
-            raise SbkitError(f"{name!r} can't be a model's name", hint="choose one of letters, digits and -._ : "
-                                                                      f"NAME={path}")
+            raise SbkitError("bad-value", f"{shown(name)} can't be the name of a model",
+                             hint=f"give it one of letters, digits and -._ with NAME={path}", value=name)
         if name in bundles:
-            raise SbkitError(f"two bundles are named {name}", hint=f"give them different names: NAME={path}")
+            raise SbkitError("bad-option", f"two bundles are named {name}",
+                             hint=f"give them different names: NAME={path}", value=name)
         bundles[name] = Path(path)
     return bundles
 
@@ -89,7 +90,8 @@ class Registry:
             config = layout.read(old.folder)
             kind = SERVED.of(config)
             if kind is not type(old):
-                raise SbkitError(f"it {kind.does}, and the model served here {old.does}")
+                raise SbkitError("wrong-bundle-kind", f"it {kind.does}, but the model served here {old.does}",
+                                 file=old.folder)
             layout.check_files(old.folder, config)  # takes about a second: a copy may be damaged
             new = kind(name, old.folder, self._options, self._metrics)
         except Exception as error:  # whatever a runtime raises for a broken graph, or without enough memory
@@ -138,8 +140,8 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, metrics: Metrics |
     kinds = {name: SERVED.of(layout.read(folder)) for name, folder in bundles.items()}
     recognises = any(issubclass(kind, ServedRecogniser) for kind in kinds.values())
     if not recognises and (options.search or options.chunk_seconds or options.batch_seconds or options.vad):
-        raise SbkitError("language models, hot words, --vad, --chunk-seconds and --batch-seconds are for recognisers, "
-                         "and none is served", hint="leave them out, or serve a recogniser too")
+        raise SbkitError("wrong-bundle-kind", "language models, hot words, --vad, --chunk-seconds and --batch-seconds "
+                         "are for recognisers, and none is served", hint="leave them out, or serve a recogniser too")
     loaded: dict[str, Served] = {}
     try:
         for name, folder in bundles.items():

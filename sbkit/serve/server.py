@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from sbkit.decode.file_errors import unreadable
 from sbkit.errors import SbkitError
 from sbkit.serve import access
 from sbkit.serve.access import ApiKeys, Hosts
@@ -65,7 +66,7 @@ def serve(request: ServeRequest) -> int:
     """Run until SIGTERM or Ctrl-C and return the exit code."""
     missing = [name for name in _REQUIRED if util.find_spec(name) is None]
     if missing:
-        raise SbkitError(f"serving needs {', '.join(missing)}", hint="pip install 'sbkit[serve]'")
+        raise SbkitError("missing-package", f"serving needs {', '.join(missing)}", hint="pip install 'sbkit[serve]'")
     from sbkit.serve.registry import parse_bundles
 
     bundles = parse_bundles(request.bundles)
@@ -84,28 +85,29 @@ def check_corrections_folder(folder: Path, bundles: Iterable[Path]) -> None:
     where = folder.resolve()
     for bundle in bundles:
         if bundle.resolve() in (where, *where.parents):
-            raise SbkitError(f"--corrections {folder} is inside the bundle {bundle}, which an export replaces",
-                             hint="name a folder beside it")
+            raise SbkitError("bad-option", f"--corrections {folder} is inside the bundle {bundle}, which an export "
+                             "replaces", hint="name a folder beside it", file=folder, key="--corrections")
 
 
 def read_keys(path: Path | None) -> list[str]:
     """The keys of the environment and of a file with one per line; none: everybody is served."""
     keys = [os.environ[KEY_VARIABLE].strip()] if KEY_VARIABLE in os.environ else []
     if "" in keys:
-        raise SbkitError(f"{KEY_VARIABLE} is set but blank, which would let everybody use this server",
+        raise SbkitError("bad-api-key", f"{KEY_VARIABLE} is set but blank, which would let anyone use this server",
                          hint="set it to the key, or unset it to serve without one")
     sources = dict.fromkeys(keys, KEY_VARIABLE)
     if path is not None:
         try:
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            raise SbkitError(f"{path} cannot be read: {error}") from error
+            raise unreadable(path, error) from error
         if not any(lines):
-            raise SbkitError(f"{path} contains no key", hint="write one per line")
+            raise SbkitError("bad-api-key", f"{path} contains no key", hint="write one per line", file=path)
         sources |= {line: f"{path}, line {number}" for number, line in enumerate(lines, 1) if line}
     for key, where in sources.items():
         if not (key.isascii() and key.isprintable()):  # the key itself isn't shown
-            raise SbkitError(f"{where}: the key has a character that clients send in different ways, or not at all",
+            raise SbkitError("bad-api-key", f"{where}: the API key has characters other than printable ASCII, which "
+                             "clients send in different ways",
                              hint="make it of ASCII letters, digits and punctuation, such as `openssl rand -hex 32`")
     return list(sources)
 
@@ -126,7 +128,7 @@ def bind(host: str, port: int) -> socket.socket:
             hint = "another server may run there; choose another port with --port"
         elif isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
             hint = "use an address of this machine with --host"
-        raise SbkitError(f"can't listen on {host}:{port}: {reason}", hint=hint) from None
+        raise SbkitError("cannot-listen", f"can't listen on {host}:{port}: {reason}", hint=hint, value=port) from None
     return listening
 
 
