@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,13 @@ UNSURE = "low confidence"
 UNLIKE = "not calibrated"
 #: Values of ``--keep`` for which the hours are shown.
 _KEEPS = (0.95, 0.9, 0.8, 0.7, 0.5)
+
+
+class Unreadable(NamedTuple):
+    """Why a recording can't be labelled."""
+
+    code: str
+    detail: str
 
 
 @dataclass
@@ -49,7 +56,8 @@ class Tally:
         return sum(hours for accuracy, hours in self.judged if accuracy >= keep)
 
 
-def write_corpus(request: LabelRequest, transcribed: Path, calibration: Calibration, errors: Mapping[str, str]) -> int:
+def write_corpus(request: LabelRequest, transcribed: Path, calibration: Calibration, errors: Mapping[str, Unreadable]
+                 ) -> int:
     """Write the rows that are kept and those that are left out, print a summary, and return the exit code.
 
     transcribed : the file of transcribed recordings
@@ -75,8 +83,8 @@ def write_corpus(request: LabelRequest, transcribed: Path, calibration: Calibrat
                     _write_line(left_out, row | {"reason": reason})
         for key, problem in errors.items():
             tally.rows[UNREADABLE] += 1
-            _write_line(left_out, {"audio_filepath": path_of(key), "reason": UNREADABLE, "detail": problem})
-    print_first("left out", [f"{path_of(key)}: {problem}" for key, problem in errors.items()])
+            _write_line(left_out, {"audio_filepath": path_of(key), "reason": UNREADABLE, **problem._asdict()})
+    print_first("left out", [f"{path_of(key)}: {problem.detail} [{problem.code}]" for key, problem in errors.items()])
     _print_summary(request, tally)
     return SOME_FAILED if errors else 0
 
@@ -110,7 +118,7 @@ def _print_summary(request: LabelRequest, tally: Tally) -> None:
     print(table(["", "rows", "hours"], lines))
     if tally.rows[UNLIKE]:
         print(f"not calibrated: {counted(tally.rows[UNLIKE], 'row')} with a lower confidence than every recording of "
-              f"{request.calibrate}, so of unknown word accuracy; calibrate on recordings like these to keep some")
+              f"{request.calibrate}, so their word accuracy is unknown; calibrate on recordings like these to keep some")
     kept_hours = tally.hours_with(request.keep)
     if kept_hours:
         mean = sum(accuracy * hours for accuracy, hours in tally.judged if accuracy >= request.keep) / kept_hours

@@ -29,7 +29,7 @@ from sbkit.infer.label_calibration import read_or_calibrate
 from sbkit.infer.label_lines import key_of, path_of, read_lines
 from sbkit.infer.label_pieces import cut_at_pauses
 from sbkit.infer.label_request import FOLDER, LabelRequest
-from sbkit.infer.labelled_corpus import write_corpus
+from sbkit.infer.labelled_corpus import Unreadable, write_corpus
 from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import mean_confidence
@@ -73,10 +73,11 @@ def label(request: LabelRequest) -> int:
                 return write_corpus(request, transcribed, calibration, errors)
 
 
-def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: Path) -> dict[str, str]:
+def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: Path) -> dict[str, Unreadable]:
     """Transcribe recordings that the file lacks, and append them; returns those that can't be read, and why."""
     transcribed = {line["key"] for line in read_lines(path)}
-    errors = {key: "its path is not UTF-8: rename it" for key in recordings if path_of(key) != json.loads(key)[0]}
+    errors = {key: Unreadable("not-utf8", "its path is not UTF-8: rename it") for key in recordings
+              if path_of(key) != json.loads(key)[0]}
     todo = [(key, recording) for key, recording in recordings.items() if key not in transcribed and key not in errors]
     already_done = len(recordings) - len(todo) - len(errors)
     if already_done:
@@ -94,7 +95,7 @@ def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: P
             # A WAV that is longer than its header says is kept, as in training.
             mismatch = recording.mismatch
             if mismatch is not None and mismatch.damaged:
-                errors[key] = mismatch.description
+                errors[key] = Unreadable("damaged-audio", mismatch.description)
                 continue
             seconds += transcript.duration
             pieces = []
@@ -107,7 +108,7 @@ def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: P
             data = json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    errors |= {todo[index][0]: error.cause for index, error in unreadable.items()}
+    errors |= {todo[index][0]: Unreadable(error.code, error.cause) for index, error in unreadable.items()}
     elapsed = time.perf_counter() - began
     print(f"transcribed {time_span(seconds)} in {time_span(elapsed)}", file=sys.stderr)
     return errors

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from sbkit.serve.errors import ApiError, failed, stopping
+from sbkit.serve.errors import ApiError, failed, invalid, stopping
 
 if TYPE_CHECKING:  # of packages that a server alone needs
     from starlette.responses import Response
@@ -161,8 +161,9 @@ class AccessControl:
                 await _preflight(headers)(scope, receive, sender.send)
             else:
                 if scope["path"] not in _WITHOUT_KEY and not scope[AUTHORISED]:
-                    raise ApiError(401, "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
-                                   code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+                    raise ApiError(401, "invalid_api_key",
+                                   "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
+                                   headers={"www-authenticate": "Bearer"})
                 await self._app(scope, receive, sender.send)
         except ApiError as error:
             await self._send_error(scope, receive, sender, error)
@@ -183,19 +184,19 @@ class AccessControl:
         """Raise ``ApiError`` unless a request may come to this host name, from a page of this origin."""
         host = headers.get("host")
         if self._hosts is not None and not self._hosts.allow(host):
-            raise ApiError(421, f"this server doesn't answer to the name {headers['host'][:80]!r}; start it with "
-                           "--allow-host NAME", code="host_not_allowed")
+            raise ApiError(421, "host_not_allowed", f"this server doesn't answer to the name "
+                           f"{headers['host'][:80]!r}; start it with --allow-host NAME")
         origin = headers.get("origin")
         if origin is None or self._allows_origin(origin):
             return
         own_origins = [f"{scheme}://{(host or '').lower()}" for scheme in ("http", "https")]
         if origin.lower() not in own_origins:
-            raise ApiError(403, f"web pages from {origin[:80]} may not use this server; start it with --allow-origin",
-                           code="origin_not_allowed")
+            raise ApiError(403, "origin_not_allowed",
+                           f"web pages from {origin[:80]} may not use this server; start it with --allow-origin")
 
     def _check_path(self, path: str) -> None:
         if "\ufffd" in path:  # stands for what is not UTF-8
-            raise ApiError(400, "the path is not UTF-8")
+            raise invalid("not_utf8", "the path is not UTF-8")
         if self._stopping() and path not in PROBES:
             raise stopping()
 
@@ -215,7 +216,7 @@ class AccessControl:
             _log.info("%s %s %s: %d after %.2f s (%s)", client, method, label, status, seconds, sender.id)
 
     async def _send_error(self, scope: Scope, receive: Receive, sender: _ResponseSender, error: ApiError) -> None:
-        self._metrics.refused.labels(error.code or error.status).inc()
+        self._metrics.refused.labels(error.code).inc()
         await error.response(scope, receive, sender.send)
 
 

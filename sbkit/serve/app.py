@@ -179,8 +179,8 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
     def corrections() -> Corrections:
         """The folder of corrections; raises ``ApiError`` 404 if this server has none."""
         if state.corrections is None:
-            raise ApiError(404, "this server keeps no corrections; sbkit serve --corrections FOLDER does",
-                           code="unknown_url")
+            raise ApiError(404, "unknown_url",
+                           "this server keeps no corrections; sbkit serve --corrections FOLDER does")
         return state.corrections
 
     async def add_correction(request: Request) -> Response:
@@ -210,8 +210,8 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
         await state.live_sessions.session(websocket, state.loaded())
 
     async def unknown_socket(websocket: WebSocket) -> None:
-        raise ApiError(404, f"there is no WebSocket at {websocket.url.path[:80]}; live transcription is at "
-                       "/v1/audio/live", code="unknown_url")
+        raise ApiError(404, "unknown_url", f"there is no WebSocket at {websocket.url.path[:80]}; live transcription is "
+                       "at /v1/audio/live")
 
     app = Starlette(routes=[
         Route("/", index), Route("/health", health), Route("/ready", ready), Route("/metrics", prometheus),
@@ -259,7 +259,8 @@ def _outputs(state: State, parsed: OutputsForm, reservation: DiskReservation, co
     rate = served.config.sample_rate
     with _decoded(state, parsed, reservation, context) as (wave, work):
         if wave.samples > MAX_SECONDS * rate:
-            raise invalid(f"this model takes recordings up to {MAX_SECONDS:g} s", "file", "invalid_audio")
+            raise invalid("audio_too_long", f"the recording has {wave.samples / rate:.1f} s, and this model takes at "
+                          f"most {MAX_SECONDS:g} s: split it", "file")
         signal = np.concatenate(list(wave.blocks()))
         wave.close()  # others may have its room on the disk while this one waits for the model
         future = context.job.watch(served.batcher.submit(signal, context.job.client, work))
@@ -269,8 +270,8 @@ def _outputs(state: State, parsed: OutputsForm, reservation: DiskReservation, co
         with refused_for("response_format", "unsupported_value"):
             return Response(output.wav(rate, len(signal)), media_type="audio/wav")
     if output.size > _MAX_NUMBERS:
-        raise invalid(f"the response would have {output.size:,} numbers, the limit is {_MAX_NUMBERS:,}", "file",
-                      "invalid_audio")
+        raise invalid("audio_too_long", f"the response would have {output.size:,} numbers, and the limit is "
+                      f"{_MAX_NUMBERS:,}: send a shorter recording", "file")
     return JSONResponse({"model": served.name, **output.facts()})
 
 
@@ -280,10 +281,10 @@ def _correct(state: State, corrections: Corrections, parsed: CorrectionForm, res
     rate = parsed.served.config.sample_rate
     with _decoded(state, parsed, reservation, context) as (wave, _):
         if wave.samples > MAX_CORRECTED_SECONDS * rate:
-            raise invalid(f"the recording has {wave.samples / rate:.1f} s, and a correction is of at most "
-                          f"{MAX_CORRECTED_SECONDS:g} s: cut it at a pause", "file", "invalid_audio")
+            raise invalid("audio_too_long", f"the recording has {wave.samples / rate:.1f} s, and a correction may have "
+                          f"at most {MAX_CORRECTED_SECONDS:g} s: cut it at a pause", "file")
         if wave.warning is not None:  # its words may be those of the whole, as in a corpus
-            raise invalid(f"{wave.warning}: send all of the recording", "file", "invalid_audio")
+            raise invalid("invalid_audio", f"{wave.warning}: send the whole recording", "file")
         signal = np.concatenate(list(wave.blocks()))
         return JSONResponse(corrections.save(signal, rate, parsed.text, heard=parsed.heard, model=parsed.served.name))
 
@@ -340,13 +341,13 @@ async def _events(results: AsyncIterator[str | Transcript], request: str) -> Asy
 
 def _error_handlers(state: State) -> dict[Any, Callable[..., Any]]:  # as Starlette has them
     async def refused(_: Request, error: ApiError) -> Response:
-        state.metrics.refused.labels(error.code or error.status).inc()
+        state.metrics.refused.labels(error.code).inc()
         return error.response
 
     async def unknown(request: Request, error: HTTPException) -> Response:
         """Answer requests for unknown paths or methods."""
         return await refused(request, ApiError(
-            error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}", code="unknown_url",
+            error.status_code, "unknown_url", f"{request.method} {request.url.path[:80]}: {error.detail}",
             headers=dict(error.headers or {})))
 
     async def disconnected(request: Request, _: Exception) -> Response:

@@ -43,15 +43,15 @@ class AudioBuffer:
     def add(self, frame: bytes) -> None:
         """Add a frame of the client; raises ``ApiError`` for one that can't be audio."""
         if not frame:
-            raise invalid("a frame of audio is empty: send none while there is no audio", code="empty_frame")
+            raise invalid("empty_frame", "a frame of audio is empty: send none while there is no audio")
         kind = self._sniffer.kind(frame)
         if kind is not None:
-            raise invalid(f"the audio is a file ({kind}), but must be raw 16-bit samples: send a file to "
-                          "/v1/audio/transcriptions", code="invalid_audio")
+            raise invalid("invalid_audio", f"the audio is a file ({kind}), but must be raw 16-bit samples: send a file "
+                          "to /v1/audio/transcriptions")
         if len(frame) % _BYTES_PER_SAMPLE:
-            raise invalid("a frame of audio must be 16-bit samples, so an even number of bytes")
+            raise invalid("invalid_frame", "a frame of audio must be 16-bit samples, so an even number of bytes")
         if len(frame) > self._max_bytes:
-            raise invalid(f"a frame of audio must be shorter than {_MAX_FRAME_SECONDS:g} s")
+            raise invalid("invalid_frame", f"a frame of audio must be shorter than {_MAX_FRAME_SECONDS:g} s")
         self._frames.append(frame)
         self._received += len(frame)
 

@@ -180,7 +180,6 @@ class ConnectionLimit:
 
 
 def _too_many_connections() -> JSONResponse:
-    error = no_room("too many connections are open, in all or from your address")
-    error.code = "too_many_connections"
+    error = no_room("too many connections are open, in all or from your address", "too_many_connections")
     error.headers["connection"] = "close"
     return error.response

@@ -97,9 +97,10 @@ class Corrections:
         """
         text = " ".join(text.split())
         if not text:
-            raise invalid("the text is empty: send the words that were spoken", "text")
+            raise invalid("empty_input", "the text is empty: send the words that were spoken", "text")
         if len(text) > MAX_CHARACTERS or not text.isprintable():
-            raise invalid(f"the text must have at most {MAX_CHARACTERS} characters, all of them printable", "text")
+            raise invalid("invalid_value", f"the text must have at most {MAX_CHARACTERS} characters, all of them "
+                          "printable", "text")
         printable_facts = {}
         for name, value in facts.items():
             printable_facts[name] = value and printable(" ".join(value.split()))[:MAX_CHARACTERS]
@@ -131,7 +132,7 @@ class Corrections:
         list_bytes = self._list.stat().st_size if self._list.exists() else 0
         # The list counts too: recordings may be of a sample, and words of many bytes.
         if self._bytes + new_bytes + list_bytes + len(json.dumps(row)) > self._max_bytes:
-            raise no_room(f"this server keeps {self._max_bytes // MEGABYTE} MB of corrections, and they are full")
+            raise no_room(f"this server keeps at most {self._max_bytes // MEGABYTE} MB of corrections, and has them")
         try:
             former = self._rows.get(name)
             row["corrected"] = 1
@@ -161,7 +162,7 @@ class Corrections:
         """Delete a row and its recording; with the lock held."""
         row = self._rows.get(name)
         if row is None:
-            raise ApiError(404, f"there is no correction {name[:40]!r}", code="not_found")
+            raise ApiError(404, "not_found", f"there is no correction {name[:40]!r}")
         path = self._clips / f"{name}.wav"
         size = path.stat().st_size if path.exists() else 0
         path.unlink(missing_ok=True)  # first: on a full disk, the list needs its room
@@ -193,8 +194,8 @@ class Corrections:
             parse_rows(rest)
         except ValueError:
             last_line = printable(rest.decode(errors="replace"))[:500]
-            _log.warning("%s: the last line is no row, as of a killed server, and is cut off: %s", self._list,
-                         last_line)
+            _log.warning("%s: the last line is incomplete, as when a server is killed while it writes, and is removed: "
+                         "%s", self._list, last_line)
             os.truncate(self._list, complete_bytes)
 
     def _read_list(self) -> bytes:
@@ -219,15 +220,16 @@ class Corrections:
         try:
             self._read()
         except (OSError, ValueError) as error:
-            _log.error("%s was edited and can't be read, so no correction is saved until it is fixed: %s", self._list,
-                       printable(str(error)))
-            raise ApiError(503, "the list of corrections on this server was edited and can't be read; try again later",
-                           type=SERVER, code="corrections_unreadable", headers={"retry-after": "60"}) from None
+            _log.error("%s was edited and can't be read, so no correction is saved until it is fixed: %s "
+                       "[corrections_unreadable]", self._list, printable(str(error)))
+            raise ApiError(503, "corrections_unreadable",
+                           "the list of corrections on this server was edited and can't be read; try again later",
+                           type=SERVER, headers={"retry-after": "60"}) from None
         changed = sum(previous_rows.get(name) != row for name, row in self._rows.items())
         # Rows may be missing because they were saved while an editor had the older list open, so each is named.
         gone = sorted(previous_rows.keys() - self._rows.keys())
-        _log.warning("%s was edited while this server runs, and read again: new or changed rows: %d; rows that are "
-                     "gone: %s", self._list, changed, printable(", ".join(gone)) or "none")
+        _log.warning("%s was edited while this server runs, and was read again: new or changed rows: %d; deleted "
+                     "rows: %s", self._list, changed, printable(", ".join(gone)) or "none")
 
     def _append(self, row: dict[str, Any]) -> None:
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()

@@ -27,11 +27,19 @@ MAX_CHANNELS = 32
 #: Higher than any recorder's rate; blocks grow with it.
 MAX_RATE = 384_000
 READY, YES, NO = b"ready\n", b"y", b"n"
+#: Codes of a reply that reports an error. Those of the upload are the server's answer, too.
+INVALID_AUDIO = "invalid_audio"
+AUDIO_TOO_LONG = "audio_too_long"
+NO_ROOM = "no_room"
+DISK_FULL = "disk_full"
+FAILED = "internal_error"
+_FORMATS = "; send WAV, FLAC, MP3, Ogg, M4A or WebM"
 
 
 def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
            reserve: Callable[[int], bool] = lambda size: True) -> dict[str, Any]:
-    """Write an upload as float32 samples at ``rate``; returns the reply.
+    """Write an upload as float32 samples at ``rate``; returns the reply: their number and what is missing of the
+    recording, or an error's ``code`` and ``message``.
 
     reserve : whether there is disk space for this many bytes; asked first for the header's length, then as the output
         grows
@@ -40,40 +48,45 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
         data = file.read()
         seconds, file_rate, channels = audio.audio_info(data)
         if channels > MAX_CHANNELS:
-            return {"refused": f"claims {channels} channels in its header; the limit is {MAX_CHANNELS}"}
+            return _error(INVALID_AUDIO, f"claims {channels} channels in its header; the limit is {MAX_CHANNELS}")
         if file_rate > MAX_RATE:
-            return {"refused": f"claims {file_rate} samples per second in its header; the limit is {MAX_RATE}"}
+            return _error(INVALID_AUDIO, f"claims {file_rate} samples per second in its header; the limit is "
+                          f"{MAX_RATE}")
         if seconds > max_seconds:
-            return {"too_long": f"{seconds:.1f} s long"}
+            return _error(AUDIO_TOO_LONG, f"{seconds:.1f} s long")
         samples = 0
         reserved = 0  # bytes
         recording = Recording(data)
         for block in recording.blocks(rate):
             samples += len(block)
             if samples > max_seconds * rate:
-                return {"too_long": f"longer than {max_seconds:g} s"}
+                return _error(AUDIO_TOO_LONG, f"longer than {max_seconds:g} s")
             if 4 * samples > reserved:
                 claimed = 4 * int(seconds * rate) if reserved == 0 else 0  # by the header
                 reserved = max(4 * samples, claimed)
                 if not reserve(reserved):
-                    return {"no_room": reserved}
+                    return {**_error(NO_ROOM, "there was no room on the server's disk"), "bytes": reserved}
             unwritten = memoryview(block.data).cast("B")
             while unwritten:  # a nearly full disk writes only part, and only the count shows it
                 unwritten = unwritten[out.write(unwritten) :]
         out.flush()
         if not samples:
-            return {"refused": "has no samples"}
+            return _error(INVALID_AUDIO, "has no samples")
         return {"samples": samples, "warning": recording.warning}
     except AudioError as error:
-        return {"refused": error.cause, "unknown_format": isinstance(error, UnknownFormat)}
+        return _error(INVALID_AUDIO, error.cause + (_FORMATS if isinstance(error, UnknownFormat) else ""))
     except MemoryError:
-        return {"refused": "needs too much memory to decode"}
+        return _error(INVALID_AUDIO, "needs too much memory to decode")
     except OSError as error:
         if error.errno == errno.EFBIG:
-            return {"too_long": "too long"}
+            return _error(AUDIO_TOO_LONG, "too long")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return {"full": error.errno}
-        return {"failed": str(error)}
+            return _error(DISK_FULL, error.strerror or "")
+        return _error(FAILED, str(error))
+
+
+def _error(code: str, message: str) -> dict[str, Any]:
+    return {"code": code, "message": message}
 
 
 def main(handle: int, memory: int, file_bytes: int) -> None:

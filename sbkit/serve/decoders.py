@@ -22,7 +22,7 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.serve.backlog import Work
 from sbkit.serve.clients import FairQueue
-from sbkit.serve.decoder_process import NO, READY, YES
+from sbkit.serve.decoder_process import AUDIO_TOO_LONG, DISK_FULL, INVALID_AUDIO, NO, NO_ROOM, READY, YES
 from sbkit.serve.disk import Disk, DiskReservation, disk_errors_as_api_error
 from sbkit.serve.errors import ApiError, invalid, no_room, not_ready
 from sbkit.serve.job import Job
@@ -190,10 +190,10 @@ class Decoders:
                 upload.fileno()  # moves it from memory to the disk
             with self._queue.slot(job):
                 reply = self._decode(upload, out, grow, rate, job)
-            if "no_room" in reply:
-                grow(reply["no_room"])  # raises with the reason, unless there is room by now
-                raise no_room("there was no room on the server's disk")
-            self._raise_if_failed(reply)
+            if "code" in reply:
+                if reply["code"] == NO_ROOM:
+                    grow(reply["bytes"])  # raises with the reason, unless there is room by now
+                raise self._error(reply)
 
             samples: int = reply["samples"]
             reservation.resize(4 * samples)
@@ -202,19 +202,19 @@ class Decoders:
             on_failure.pop_all()
             return Wave(out, samples, reservation, reply["warning"])
 
-    def _raise_if_failed(self, reply: dict[str, Any]) -> None:
-        """Raise what a decoder reports instead of samples."""
-        if "refused" in reply:
-            instead = "; send WAV, FLAC, MP3, Ogg, M4A or WebM" if reply.get("unknown_format") else ""
-            raise invalid(f"the audio {reply['refused']}{instead}", "file", "invalid_audio")
-        if "too_long" in reply:
-            raise invalid(f"the audio is {reply['too_long']}; the limit of this server is "
-                          f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
-        if "full" in reply:
-            with disk_errors_as_api_error():
-                raise OSError(reply["full"], "")
-        if "failed" in reply:
-            raise RuntimeError(f"a recording could not be decoded: {reply['failed']}")
+    def _error(self, reply: dict[str, Any]) -> Exception:
+        """Return the error that a decoder reports instead of samples."""
+        code, message = reply["code"], reply["message"]
+        if code == INVALID_AUDIO:
+            return invalid(code, f"the audio {message}", "file")
+        if code == AUDIO_TOO_LONG:
+            return invalid(code, f"the audio is {message}; the limit of this server is "
+                           f"{self._limits.max_audio_seconds:g} s", "file")
+        if code == NO_ROOM:
+            return no_room(message)
+        if code == DISK_FULL:
+            return no_room("the server's temporary folder is full")
+        return RuntimeError(f"a recording could not be decoded: {message}")
 
     def _decode(self, upload: IO[bytes], out: IO[bytes], grow: Callable[[int], None], rate: int,
              job: Job) -> dict[str, Any]:
@@ -243,8 +243,8 @@ class Decoders:
                     continue
                 self._free.put(replacement)
                 if isinstance(error, DecoderDied):
-                    raise invalid(f"the audio can't be decoded: the decoder {error}; is the file damaged?", "file",
-                                  "invalid_audio") from None
+                    raise invalid(INVALID_AUDIO, f"the audio can't be decoded: the decoder {error}; is the file "
+                                  "damaged?", "file") from None
                 raise
             self._free.put(decoder)
             return reply

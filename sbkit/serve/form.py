@@ -78,15 +78,15 @@ async def read(request: Request, kind: Callable[[FormData, Registry], F], regist
     """Read a form, and check it as one of a kind: ``transcription``, ``outputs`` or ``correction``."""
     content_type = request.headers.get("content-type", "")
     if len(content_type) > _TYPE_BYTES:
-        raise invalid(f"the content type is longer than {_TYPE_BYTES} characters")
+        raise invalid("invalid_body", f"the content type is longer than {_TYPE_BYTES} characters")
     media, options = parse_options_header(content_type)
     if media != b"multipart/form-data":
-        raise invalid("the body must be multipart/form-data with the fields file and model")
+        raise invalid("invalid_body", "the body must be multipart/form-data with the fields file and model")
     if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
-        raise invalid("the form must be UTF-8: leave out the charset")
+        raise invalid("not_utf8", "the form must be UTF-8: leave out the charset")
     boundary = options.get(b"boundary", b"")
     if not _BOUNDARY.fullmatch(boundary):
-        raise invalid("the form can't be read: its boundary is missing or invalid")
+        raise invalid("invalid_body", "the form can't be read: its boundary is missing or invalid")
     # Starlette's parser would use any codec that a client names, and some take minutes. Latin-1 keeps every byte.
     headers = Headers({"content-type": f'multipart/form-data; charset=latin-1; boundary="{boundary.decode()}"'})
     try:
@@ -94,9 +94,9 @@ async def read(request: Request, kind: Callable[[FormData, Registry], F], regist
             form = await _FormParser(headers, _pieces(request), max_files=1, max_fields=_MAX_FIELDS,
                                      max_part_size=_FIELD_BYTES).parse()
     except MultiPartException as error:
-        raise invalid(f"the form can't be read: {error.message}") from None
+        raise invalid("invalid_body", f"the form can't be read: {error.message}") from None
     except (ValueError, KeyError, TypeError) as error:  # invalid headers
-        raise invalid(f"the form can't be read: {error}") from None
+        raise invalid("invalid_body", f"the form can't be read: {error}") from None
     try:
         fields = [(_utf8(name), _utf8(value) if isinstance(value, str) else value)
                   for name, value in form.multi_items()]
@@ -135,7 +135,7 @@ def outputs(form: FormData, registry: Registry) -> OutputsForm:
     served = _model(registry, ServedGraph, form, _OUTPUTS_FIELDS)
     kind = _text(form, "response_format") or "json"
     if kind not in ("json", "wav"):
-        raise invalid(f"response_format {kind[:40]!r} must be json or wav", "response_format", "unsupported_value")
+        raise invalid("unsupported_value", f"response_format {kind[:40]!r} must be json or wav", "response_format")
     return OutputsForm(_file(form), served, kind == "wav")
 
 
@@ -150,8 +150,8 @@ def _model(registry: Registry, kind: type[S], form: FormData, known: frozenset[s
     unknown = sorted({name.removesuffix("[]") for name in form} - known)
     if unknown:
         if "file" not in form and isinstance(form.get(unknown[0]), UploadFile):
-            raise invalid(f"the recording belongs in the field file, not {unknown[0][:40]}", unknown[0][:40],
-                          "unsupported_parameter")
+            raise invalid("unsupported_parameter", f"the recording belongs in the field file, not {unknown[0][:40]}",
+                          unknown[0][:40])
         raise unsupported(unknown, known)
     return registry.working(_text(form, "model"), kind)
 
@@ -161,36 +161,37 @@ def transcription(form: FormData, registry: Registry) -> Form:
     served = _model(registry, ServedRecogniser, form, _FIELDS)
     language = _text(form, "language")
     if language and not may_be_same(language, served.config.language):
-        raise invalid(f"the model {served.name} is for {served.config.language!r}, not {language[:40]!r}", "language",
-                      "unsupported_value")
+        raise invalid("unsupported_value", f"the model {served.name} is for {served.config.language!r}, not "
+                      f"{language[:40]!r}", "language")
     temperature = _text(form, "temperature")
     try:
         valid = 0 <= float(temperature or 0) <= 1
     except ValueError:
         valid = False
     if temperature and not valid:
-        raise invalid(f"temperature {temperature[:40]!r} must be a number from 0 to 1", "temperature")
+        raise invalid("invalid_value", f"temperature {temperature[:40]!r} must be a number from 0 to 1", "temperature")
     if _text(form, "chunking_strategy") not in (None, "", "auto"):
-        raise invalid("chunking_strategy can only be 'auto' here", "chunking_strategy", "unsupported_value")
+        raise invalid("unsupported_value", "chunking_strategy can only be 'auto' here", "chunking_strategy")
     kind = _text(form, "response_format") or "json"
     if kind not in FORMATS:
-        raise invalid(f"response_format {kind[:40]!r} must be one of {', '.join(FORMATS)}", "response_format",
-                      "unsupported_value")
+        raise invalid("unsupported_value", f"response_format {kind[:40]!r} must be one of {', '.join(FORMATS)}",
+                      "response_format")
     granularities: list[str] = []
     for value in [*form.getlist("timestamp_granularities[]"), *form.getlist("timestamp_granularities")]:
         if not isinstance(value, str) or value not in GRANULARITIES:
             shown = repr(value[:40]) if isinstance(value, str) else "a file"
-            raise invalid(f"timestamp_granularities: {shown} must be one of {', '.join(GRANULARITIES)}",
-                          "timestamp_granularities", "unsupported_value")
+            raise invalid("unsupported_value", f"timestamp_granularities: {shown} must be one of "
+                          f"{', '.join(GRANULARITIES)}", "timestamp_granularities")
         granularities.append(value)
     if granularities and kind != "verbose_json":
-        raise invalid("timestamp_granularities needs response_format verbose_json", "timestamp_granularities")
+        raise invalid("invalid_value", "timestamp_granularities needs response_format verbose_json",
+                      "timestamp_granularities")
     stream_text = _text(form, "stream") or "false"
     if stream_text.lower() not in ("false", "0", "true", "1"):
-        raise invalid(f"stream is {stream_text[:40]!r}, but must be true or false", "stream")
+        raise invalid("invalid_value", f"stream is {stream_text[:40]!r}, but must be true or false", "stream")
     stream = stream_text.lower() in ("true", "1")
     if stream and kind not in _STREAMABLE:
-        raise invalid(f"{kind} can't be streamed; use json", "response_format", "unsupported_value")
+        raise invalid("unsupported_value", f"{kind} can't be streamed; use json", "response_format")
     return Form(_file(form), served, kind, tuple(granularities) or ("segment",), stream)
 
 
@@ -198,22 +199,22 @@ def _text(form: FormData, name: str) -> str | None:
     """Return a field's text; None if the form lacks it."""
     values = form.getlist(name)
     if len(values) > 1:
-        raise invalid(f"{name} is given twice", name)
+        raise invalid("duplicate_parameter", f"{name} is given twice", name)
     if not values:
         return None
     if not isinstance(values[0], str):
-        raise invalid(f"{name} must be text, not a file", name)
+        raise invalid("invalid_type", f"{name} must be text, not a file", name)
     return values[0]
 
 
 def _file(form: FormData) -> IO[bytes]:
     values = form.getlist("file")
     if not values:
-        raise invalid("the field file with the audio is missing", "file")
+        raise invalid("missing_required_parameter", "the field file with the audio is missing", "file")
     if len(values) > 1 or not isinstance(values[0], UploadFile):
-        raise invalid("the field file must be one file, sent with a file name", "file")
+        raise invalid("invalid_type", "the field file must be one file, sent with a file name", "file")
     if not values[0].size:
-        raise invalid("the file is empty", "file", "invalid_audio")
+        raise invalid("invalid_audio", "the file is empty", "file")
     return values[0].file
 
 
@@ -224,10 +225,10 @@ def limited(request: Request, limits: Limits, reserve: Callable[[int], None]) ->
         they are too many
     """
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise invalid("compressed bodies are not supported; send the body uncompressed")
+        raise invalid("invalid_body", "compressed bodies are not supported; send the body uncompressed")
     claimed = request.headers.get("content-length", "0")
     if not claimed.isdecimal():
-        raise invalid("content-length is not a number")
+        raise invalid("invalid_body", "content-length is not a number")
     reserve(int(claimed[:20]))
     min_speed = limits.min_upload_kbs * 1024
     received = 0  # bytes

@@ -90,7 +90,7 @@ class LiveSessions:
             except WebSocketDisconnect:
                 pass
             except ApiError as error:
-                self._metrics.refused.labels(error.code or error.status).inc()
+                self._metrics.refused.labels(error.code).inc()
                 await _send_error(websocket, error, _POLICY)
             except Exception as error:
                 _log.exception("session %s failed", websocket.scope[REQUEST_ID])
@@ -105,7 +105,7 @@ class LiveSessions:
 async def _send_error(websocket: WebSocket, error: ApiError, code: int) -> None:
     async def send() -> None:
         await websocket.send_json({"type": "error", **error.body})
-        await websocket.close(code, error.code or "")
+        await websocket.close(code, error.code)
 
     with contextlib.suppress(RuntimeError, WebSocketDisconnect, asyncio.TimeoutError, TimeoutError):  # it may be closed
         await asyncio.wait_for(send(), _ERROR_SECONDS)
@@ -118,22 +118,23 @@ async def _receive_start(reader: MessageReader, registry: Registry) -> SessionSt
     except (asyncio.TimeoutError, TimeoutError):
         raise idle_error(_START_SECONDS) from None
     if isinstance(first, bytes) or first.get("type") != "start":
-        raise invalid('the first message must be {"type": "start", "model": NAME, "sample_rate": HERTZ}')
+        raise invalid("invalid_message",
+                      'the first message must be {"type": "start", "model": NAME, "sample_rate": HERTZ}')
     unknown = sorted(set(first) - _START_FIELDS)
     if unknown:
         raise unsupported(unknown, _START_FIELDS)
 
     name = first.get("model")
     if not isinstance(name, (str, type(None))):
-        raise invalid(f"model must be a name, not {shown(name)}", "model")
+        raise invalid("invalid_type", f"model must be a name, not {shown(name)}", "model")
     served = registry.working(name, ServedRecogniser)
     chunk_ms = first.get("chunk_ms")
     if served.streams is not None:
         with refused_for("chunk_ms"):
             served.streams.frames_of(chunk_ms)
     elif chunk_ms is not None:
-        raise invalid(f"the model {served.name} has no streaming graph, so no chunks to choose from: leave out "
-                      "chunk_ms", "chunk_ms")
+        raise invalid("no_streaming_graph", f"the model {served.name} has no streaming graph, so chunk_ms has no "
+                      "effect: leave it out", "chunk_ms")
     with refused_for("sample_rate"):
         rate = check_rate(first.get("sample_rate"))
     return SessionStart(served, rate, chunk_ms)

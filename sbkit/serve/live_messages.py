@@ -44,7 +44,7 @@ class MessageReader:
         if message.get("bytes") is not None:
             return message["bytes"]
         if len(message["text"]) > _MAX_TEXT:
-            raise invalid("the text message is too long")
+            raise invalid("invalid_message", f"a text message may have at most {_MAX_TEXT} characters")
         return parse_object(message["text"], "a text message")
 
     async def watch(self, seconds: float) -> None:
@@ -61,7 +61,7 @@ class MessageReader:
 
 def idle_error(seconds: float) -> ApiError:
     """Make the error of a client who sent nothing for so long."""
-    return ApiError(408, f"nothing was received for {seconds:g} s", code="idle")
+    return ApiError(408, "idle", f"nothing was received for {seconds:g} s")
 
 
 class SendQueue:
@@ -108,6 +108,6 @@ class SendQueue:
         if self._waiting and self._waiting[-1]["type"] == "partial":
             self._waiting.pop()  # the next message replaces it
         if len(self._waiting) >= MAX_MESSAGES:
-            raise ApiError(408, f"the client doesn't read its messages: {MAX_MESSAGES} are waiting", code="slow_client")
+            raise ApiError(408, "slow_client", f"the client doesn't read its messages: {MAX_MESSAGES} are waiting")
         self._waiting.append(message)
         self._changed.set()

@@ -87,8 +87,8 @@ class LiveSession:
             last_message["reason"] = "stopping"
         self._send_queue.end(last_message)
         if not await _wait_for_first(sending, seconds=_SLOW_READER_SECONDS):
-            raise ApiError(408, f"the client didn't read its last messages within {_SLOW_READER_SECONDS:g} s",
-                           code="slow_client")
+            raise ApiError(408, "slow_client",
+                           f"the client didn't read its last messages within {_SLOW_READER_SECONDS:g} s")
         await self._websocket.close(_GOING_AWAY if server_stops else _NORMAL)
 
     async def _receive_until_end(self, *others: asyncio.Task[object]) -> bool:
@@ -127,10 +127,10 @@ class LiveSession:
             elif message.get("type") == "stop":
                 return
             elif message.get("type") == "start":
-                raise invalid('a session keeps the model, sample rate and chunk of its first "start": after that, send '
-                              'binary frames and {"type": "stop"}', "type")
+                raise invalid("invalid_message", 'a session keeps the model, sample rate and chunk of its first '
+                              '"start": after that, send binary frames and {"type": "stop"}', "type")
             else:
-                raise invalid('after "start", send binary frames of audio and {"type": "stop"}')
+                raise invalid("invalid_message", 'after "start", send binary frames of audio and {"type": "stop"}')
 
     async def _add_audio(self, frame: bytes) -> None:
         """Add a frame, and feed the recogniser once there is enough for its next step."""

@@ -96,9 +96,9 @@ class Registry:
             new = kind(name, old.folder, self._options, self._metrics)
         except Exception as error:  # whatever a runtime raises for a broken graph, or without enough memory
             self._refusals[name] = _Refusal(files, time.monotonic() + RETRY_SECONDS)
-            old.refused = str(error) or repr(error)
-            _log.error("%s: the bundle now in %s is refused, the one before serves on: %s", name, old.folder,
-                       old.refused)
+            old.refused = f"{error} [{error.code}]" if isinstance(error, SbkitError) else str(error) or repr(error)
+            _log.error("%s: the new bundle in %s can't be served, so the previous one stays in use: %s", name,
+                       old.folder, old.refused)
             return
         self._served[name] = new
         _log.info("%s: serving the bundle that is now in %s: %s", name, old.folder, ", ".join(map(str, new.placements)))
@@ -113,7 +113,7 @@ class Registry:
         """The model that a request names; raises ``ApiError`` also if its device is broken."""
         if not name:
             names = ", ".join(served.name for served in self.of(kind)) or "none"
-            raise invalid(f"the field model is missing; this server has {names}", "model")
+            raise invalid("missing_required_parameter", f"the field model is missing; this server has {names}", "model")
         served = self.find(name, kind)
         served.check()
         return served
@@ -122,11 +122,11 @@ class Registry:
         """The model of this name; raises ``ApiError`` if there is none, or if it is of another kind."""
         served = self._served.get(name)
         if served is None:
-            raise ApiError(404, f"the model {name[:80]!r} does not exist; this server has {', '.join(self._served)}",
-                           param="model", code="model_not_found")
+            raise ApiError(404, "model_not_found", f"the model {name[:80]!r} does not exist; this server has "
+                           f"{', '.join(self._served)}", param="model")
         if not isinstance(served, kind):
-            raise invalid(f"the model {name} {served.does}: use it at {' or '.join(served.endpoints)}", "model",
-                          "model_not_supported")
+            raise invalid("model_not_supported", f"the model {name} {served.does}: use it at "
+                          f"{' or '.join(served.endpoints)}", "model")
         return served
 
     def close(self) -> None:

@@ -113,8 +113,8 @@ class Served(ABC):
         """Raise ``ApiError`` if the model can't run any more."""
         fault = self.fault
         if fault is not None:
-            raise ApiError(503, f"the device failed ({fault}); the server has to be restarted", type=SERVER,
-                           code="device_fault", headers={"x-should-retry": "false"})
+            raise ApiError(503, "device_fault", f"the device failed ({fault}); the server has to be restarted",
+                           type=SERVER, headers={"x-should-retry": "false"})
 
     @contextlib.contextmanager
     def device_errors(self) -> Iterator[None]:

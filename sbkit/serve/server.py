@@ -75,8 +75,8 @@ def serve(request: ServeRequest) -> int:
     keys = read_keys(request.api_key_file)
     with bind(request.host, request.port) as listening:
         if not keys and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
-            print(f"anybody who reaches {request.host} can use this server, by its address or name (by others with "
-                  f"--allow-host); set {KEY_VARIABLE} or --api-key-file", file=sys.stderr)
+            print(f"anyone who can reach {request.host} can use this server, by its address or name (by other names "
+                  f"with --allow-host); to require a key, set {KEY_VARIABLE} or --api-key-file", file=sys.stderr)
         return _Server(request, bundles, keys, listening).run()
 
 
@@ -282,7 +282,7 @@ class _Server:
         self.state.stop()
 
     def _give_up(self, seconds: float) -> None:
-        print(f"not everything finished within {seconds:g} s; the rest is dropped", file=sys.stderr, flush=True)
+        print(f"some requests were not finished within {seconds:g} s and are dropped", file=sys.stderr, flush=True)
         if self.state.decoders is not None:
             self.state.decoders.close()
         os._exit(1)

@@ -17,7 +17,6 @@ from starlette.requests import Request
 from sbkit.errors import shown
 from sbkit.infer.sentences import Phrase, PhraseReader
 from sbkit.infer.sound_file import SoundStream, kinds
-from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
 from sbkit.infer.voice import Speech, check_speed, pauses, speaker_of, spoken
 from sbkit.infer.voice_engine import SpeechInput, SpeechOutput
 from sbkit.serve import replies
@@ -63,7 +62,7 @@ async def read_request(request: Request, registry: Callable[[], Registry],
     """Read and check a request, its text in a thread."""
     media_type = request.headers.get("content-type", "").partition(";")[0]
     if media_type.strip().lower() != "application/json":
-        raise invalid("the body must be application/json with the fields model, input and voice")
+        raise invalid("invalid_body", "the body must be application/json with the fields model, input and voice")
     fields = parse_object(decode_utf8(await request.body(), "the body"), "the body")
     form: SpeechForm = await run_in_thread(_read, fields, registry())
     return form
@@ -76,37 +75,34 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     served = registry.working(_text(fields, "model"), ServedVoice)
     text = _text(fields, "input", needed=True)
     if len(text) > MAX_CHARACTERS:
-        raise invalid(f"input has {len(text)} characters, the limit is {MAX_CHARACTERS}: send the text in parts",
-                      "input", "string_above_max_length")
+        raise invalid("string_above_max_length", f"input has {len(text)} characters, the limit is {MAX_CHARACTERS}: "
+                      "send the text in parts", "input")
     voice = fields.get("voice")
     if isinstance(voice, dict) and set(voice) == {"id"}:
         voice = voice["id"]
     if not isinstance(voice, (str, type(None))):
-        raise invalid('voice must be a name, or {"id": NAME}', "voice")
-    with refused_for("voice", "voice_not_found"):
+        raise invalid("invalid_type", 'voice must be a name, or {"id": NAME}', "voice")
+    with refused_for("voice"):
         speaker = speaker_of(served.config, voice)
     kind = _text(fields, "response_format") or _DEFAULT
     if kind not in kinds():
-        raise invalid(f"response_format {shown(kind)} is not available here; use one of {', '.join(kinds())}",
-                      "response_format", "unsupported_value")
+        raise invalid("unsupported_value", f"response_format {shown(kind)} is not available here; use one of "
+                      f"{', '.join(kinds())}", "response_format")
     speed = fields.get("speed")
     with refused_for("speed"):
         speed = check_speed(1.0 if speed is None else speed)
     stream_format = _text(fields, "stream_format") or _AUDIO
     if stream_format not in (_AUDIO, _SSE):
-        raise invalid(f"stream_format {shown(stream_format)} must be {_AUDIO} or {_SSE}", "stream_format",
-                      "unsupported_value")
+        raise invalid("unsupported_value", f"stream_format {shown(stream_format)} must be {_AUDIO} or {_SSE}",
+                      "stream_format")
     if _text(fields, "instructions"):
-        raise invalid(f"the model {served.name} can't follow instructions; leave them out",
-                      "instructions", "unsupported_parameter")
+        raise invalid("unsupported_parameter", f"the model {served.name} can't follow instructions; leave them out",
+                      "instructions")
     skip_unknown = fields.get("skip_unknown")
     if not isinstance(skip_unknown, (bool, type(None))):
-        raise invalid(f"skip_unknown must be true or false, not {shown(skip_unknown)}", "skip_unknown")
-    try:
+        raise invalid("invalid_type", f"skip_unknown must be true or false, not {shown(skip_unknown)}", "skip_unknown")
+    with refused_for("input"):
         phrases = list(PhraseReader(served.config, bool(skip_unknown)).read(text))
-    except UnspeakableText as error:
-        code = "unknown_characters" if isinstance(error, UnknownCharacters) else "empty_input"
-        raise invalid(str(error), "input", code) from None
     return SpeechForm(served, phrases, speaker, kind, speed, stream_format == _SSE)
 
 
@@ -114,10 +110,10 @@ def _text(fields: dict[str, Any], name: str, needed: bool = False) -> str:
     value = fields.get(name)
     if value is None:
         if needed:
-            raise invalid(f"the field {name} is missing", name)
+            raise invalid("missing_required_parameter", f"the field {name} is missing", name)
         return ""
     if not isinstance(value, str):
-        raise invalid(f"{name} must be a text, not {shown(value)}", name)
+        raise invalid("invalid_type", f"{name} must be a text, not {shown(value)}", name)
     return value
 
 
@@ -215,11 +211,11 @@ async def stream_body(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, 
         raise CutOff from None
     except ApiError as error:
         cause = error
-        _log.warning("request %s was cut off: %s", request, error.message)
+        _log.warning("request %s was cut off: %s [%s]", request, error.message, error.code)
     except Exception as error:
         cause = failed(request, error)
         _log.exception("request %s failed", request)
-    metrics.cut.labels(cause.code or cause.status).inc()
+    metrics.cut.labels(cause.code).inc()
     if not sse:
         raise CutOff
     yield replies.event(cause.body)
