@@ -117,8 +117,8 @@ def _print_summary(request: LabelRequest, tally: Tally) -> None:
             lines.append((reason, tally.rows[reason], f"{tally.hours[reason]:.2f}"))
     print(table(["", "rows", "hours"], lines))
     if tally.rows[UNLIKE]:
-        print(f"not calibrated: {counted(tally.rows[UNLIKE], 'row')} with a lower confidence than every recording of "
-              f"{request.calibrate}, so their word accuracy is unknown; calibrate on recordings like these to keep some")
+        print(f"not calibrated: {counted(tally.rows[UNLIKE], 'row')} with a lower confidence than all of "
+              f"{request.calibrate}, so their word accuracy is unknown; calibrate on recordings like these to keep any")
     kept_hours = tally.hours_with(request.keep)
     if kept_hours:
         mean = sum(accuracy * hours for accuracy, hours in tally.judged if accuracy >= request.keep) / kept_hours
