@@ -18,12 +18,12 @@ def unreadable(path: str | os.PathLike[str], error: Exception, hint: str | None 
     if isinstance(error, UnicodeDecodeError):
         return SbkitError("not-utf8", f"{path} is not UTF-8: {error.reason} at byte {error.start}",
                           hint=hint or "convert it, for example with iconv -f latin1 -t utf-8", file=path)
-    code = "no-such-path" if isinstance(error, FileNotFoundError) else "unreadable-file"
+    code = "no-such-path" if isinstance(error, FileNotFoundError) else "cannot-read"
     return SbkitError(code, f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", hint=hint,
                       file=path)
 
 
 def unwritable(path: str | os.PathLike[str], error: OSError, hint: str | None = None) -> SbkitError:
     """Return what a user reads if a file can't be written; the arguments are as for :func:`unreadable`."""
-    code = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable-path"
+    code = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "not-writable"
     return SbkitError(code, f"cannot write {path}: {error.strerror or error}", hint=hint, file=path)

@@ -66,7 +66,7 @@ def collect(names: Sequence[str], references: str | None = None, schemes: Sequen
         hint = f"looked for {', '.join(SUFFIXES)}"
         if any(Path(name, layout.CONFIG).is_file() for name in names):
             hint = "that is a bundle: give it once, before the recordings"
-        raise SbkitError("no-audio", f"there is no audio in {', '.join(names)}", hint=hint)
+        raise SbkitError("no-audio-files", f"there is no audio in {', '.join(names)}", hint=hint)
     if empty:
         logger.warning("There is no audio in %s: looked for %s", ", ".join(empty), ", ".join(SUFFIXES))
     _make_ids_unique(recordings)

@@ -63,12 +63,12 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
     """
     builds = list(onnxruntimes())
     if len(builds) > 1:
-        raise SbkitError("unusable-package", f"{' and '.join(builds)} are both installed, and each overwrote files of "
+        raise SbkitError("two-onnxruntimes", f"{' and '.join(builds)} are both installed, and each overwrote files of "
                          "the other", hint=f"pip uninstall -y {' '.join(builds)}, then install the one you want")
     import onnxruntime
 
     if not hasattr(onnxruntime, "InferenceSession"):
-        raise SbkitError("unusable-package", "onnxruntime is installed incompletely: another build of it was removed",
+        raise SbkitError("broken-package", "onnxruntime is installed incompletely: another build of it was removed",
                          hint=f"pip install --force-reinstall {builds[0] if builds else 'onnxruntime'}")
     runtime = onnxruntime
     if gpu is not None:

@@ -71,7 +71,7 @@ class Microphone:
                              hint="pip install 'sbkit[listen]'; or pipe 16-bit PCM into: sbkit listen BUNDLE "
                                   "-") from None
         except OSError as error:
-            raise SbkitError("unusable-package", f"sounddevice can't be used: {first_line(error)}",
+            raise SbkitError("broken-package", f"sounddevice can't be used: {first_line(error)}",
                              hint="install PortAudio, such as: apt install libportaudio2; or pipe 16-bit PCM into: "
                                   "sbkit listen BUNDLE -") from error
         self._library: ModuleType = sounddevice

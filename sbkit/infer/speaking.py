@@ -167,7 +167,7 @@ def _encoder(to: str, kind: str, rate: int) -> Iterator[SoundWriter | SoundStrea
         return
     path = Path(to)
     if path.is_dir():
-        raise SbkitError("bad-option", f"--to {to} is a folder", hint="name the file: --to out.wav", file=to,
+        raise SbkitError("not-a-file", f"--to {to} is a folder", hint="name the file: --to out.wav", file=to,
                          key="--to")
     try:
         with atomic_write(path, "wb") as file, contextlib.closing(SoundWriter(file, kind, rate)) as writer:

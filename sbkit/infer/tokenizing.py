@@ -72,11 +72,11 @@ def tokenize(request: TokenizeRequest) -> int:
     names = _corpus(request, "").names()
     unknown = [name for name in request.splits if name not in names]
     if unknown:
-        raise SbkitError("no-such-split", f"{request.corpus} has no split {unknown[0]!r}",
+        raise SbkitError("missing-split", f"{request.corpus} has no split {unknown[0]!r}",
                          hint=f"it has {', '.join(names) or 'none'}", file=request.corpus, key="--split",
                          value=unknown[0])
     if not names:
-        raise SbkitError("no-such-split", f"{request.corpus} has no splits",
+        raise SbkitError("missing-split", f"{request.corpus} has no splits",
                          hint="docs/how-to/data.md says what a corpus may be", file=request.corpus)
     usual = [name for split in SPLITS for name in names if _kind(name) == split]
     chosen = list(dict.fromkeys(request.splits)) or usual or names
@@ -202,7 +202,7 @@ def _report_left_out(name: str, utterances: int, left_out: pa.Table, folder: Pat
     first = left_out[:_LISTED].to_pylist()
     examples = [f"{row['ID'][:_SHOWN]}: {row['detail'] or row['reason']}" for row in first]
     if not utterances:
-        raise SbkitError("no-rows-left", f"all {count:,} rows of the split {name} were left out: {summary}",
+        raise SbkitError("all-rows-left-out", f"all {count:,} rows of the split {name} were left out: {summary}",
                          hint=f"for example {examples[0]}")
     if left_out.num_rows:
         print(f"{name}: {count:,} rows read, {utterances:,} kept, {left_out.num_rows:,} left out: {summary}\n  "

@@ -52,7 +52,7 @@ def connection_budget(limits: Limits) -> tuple[int, int]:
 
     left = (wanted if soft == resource.RLIM_INFINITY else soft) - needed  # for connections and their uploads
     if left < 3 * _MIN_CONNECTIONS:
-        raise SbkitError("too-few-files", f"this process may have {soft} files open, but needs "
+        raise SbkitError("ulimit-too-low", f"this process may have {soft} files open, but needs "
                          f"{needed + 3 * _MIN_CONNECTIONS}", hint="raise the limit (ulimit -n), or lower --max-active")
     # Those that wait are accepted all at once, before the first of them can be refused.
     backlog = min(_BACKLOG, left // 3)
