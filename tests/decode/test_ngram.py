@@ -241,9 +241,9 @@ def test_discounts_of_a_tiny_text_are_set_and_said_to_be():
 
 
 def test_a_text_that_is_none_is_refused():
-    with pytest.raises(SbkitError, match="no text"):
+    with pytest.raises(SbkitError):
         kneser_ney.read(["", "  "])
-    with pytest.raises(SbkitError, match="contains the word <s>"):
+    with pytest.raises(SbkitError):
         kneser_ney.read(["a <s> b"])
 
 

@@ -138,7 +138,7 @@ def test_what_is_refused_leaves_the_stream_as_it_was(kind):
     scores = log_probs_of([3, 2, 4, 2, 0, 3, 0, 1, 1, 0], len(spelling.symbols), 12.0)
     stream = kind.stream(spelling)
     first = listen(stream, [scores[:4]])
-    with pytest.raises(SbkitError, match="not a number"):
+    with pytest.raises(SbkitError):
         stream.feed(np.full((2, scores.shape[1]), np.nan, np.float32))
     rest = listen(stream, [scores[4:]], finish=True)
     assert first.settled + rest.settled == spelling.words(kind.whole(scores))

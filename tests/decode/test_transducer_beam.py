@@ -41,7 +41,7 @@ def test_what_is_no_number_is_refused(where):
         states[2] = np.nan
     else:
         joint.table[0, 0] = np.nan
-    with pytest.raises(SbkitError, match="not a number"):
+    with pytest.raises(SbkitError):
         beam(joint).decode(states[None], np.array([4]))
 
 

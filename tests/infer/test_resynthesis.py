@@ -35,7 +35,7 @@ def resynthesize(*words):
     assert main(["resynthesize", *map(str, words), "--device", "cpu", "--threads", "1"]) == 0
 
 
-def refused(capsys, *words):
+def error_of(capsys, *words):
     assert main(["resynthesize", *map(str, words), "--device", "cpu", "--threads", "1"]) == 2
     return capsys.readouterr().err
 
@@ -62,7 +62,7 @@ def test_splits_become_folders(codec_bundle, tmp_path, capsys):
     assert "8 recordings" in capsys.readouterr().out
     assert sorted(str(each.relative_to(tmp_path / "out")) for each in (tmp_path / "out").glob("*/*")) == sorted(
         f"{split}/{name}" for split in ("dev", "test") for name in ("a.wav", "b.wav", "c.wav", "d.wav", "manifest.csv"))
-    assert "there is no manifest.json in it" in refused(capsys, codec_bundle, tmp_path, "--to", tmp_path / "more")
+    assert "there is no manifest.json in it" in error_of(capsys, codec_bundle, tmp_path, "--to", tmp_path / "more")
 
 
 # ---------------------------------------------------------------- names
@@ -157,7 +157,7 @@ def test_codes_of_another_codec_are_refused(codec_bundle, tmp_path, capsys, chan
     books = Books(**(toy_codec.BOOKS.to_dict() | {"sizes": toy_codec.SIZES} | changed))
     with writing(tmp_path / "codes", books) as out:
         out.add("a", [[1, 2]])
-    said = refused(capsys, codec_bundle, tmp_path / "codes", "--to", tmp_path / "out")
+    said = error_of(capsys, codec_bundle, tmp_path / "codes", "--to", tmp_path / "out")
     assert f"manifest.json has codes of another codec: {difference}" in said
     assert "create them again with this codec, or use the codec that created them" in said
     assert not (tmp_path / "out").exists()
@@ -167,7 +167,7 @@ def test_codes_of_another_codec_are_refused(codec_bundle, tmp_path, capsys, chan
 def test_a_damaged_shard_is_reported_by_name_and_no_file_is_written(codec_bundle, tmp_path, capsys, damage):
     path = codes(tmp_path / "codes") / "codes-00000.safetensors"
     path.write_bytes(damage(path.read_bytes()))
-    said = refused(capsys, codec_bundle, tmp_path / "codes", "--to", tmp_path / "out")
+    said = error_of(capsys, codec_bundle, tmp_path / "codes", "--to", tmp_path / "out")
     assert f"{path} is damaged: it is not the file that manifest.json describes; copy or create" in said
     assert not (tmp_path / "out").exists()
 
@@ -176,15 +176,15 @@ def test_only_a_folder_of_sounds_is_replaced_and_only_with_force(codec_bundle, t
     folder, out = codes(tmp_path / "codes"), tmp_path / "out"
     words = codec_bundle, folder, "--to", out
     resynthesize(*words)
-    assert "out exists; choose another folder, or replace it with --force" in refused(capsys, *words)
+    assert "[output-exists]" in error_of(capsys, *words)
     resynthesize(*words, "--format", "flac", "--force")
     assert not any(out.glob("*.wav")) and len(list(out.glob("*.flac"))) == 4
     (out / "notes.txt").write_text("years of listening")
-    assert "not part of a folder of resynthesized audio: notes.txt, so" in refused(capsys, *words, "--force")
+    assert "not part of a folder of resynthesized audio: notes.txt, so" in error_of(capsys, *words, "--force")
     (out / "resynthesis.json").unlink()  # what is left could as well be somebody's corpus
-    assert "out is neither a folder of resynthesized audio nor empty" in refused(capsys, *words, "--force")
+    assert "out is neither a folder of resynthesized audio nor empty" in error_of(capsys, *words, "--force")
     assert len(list(out.glob("*.flac"))) == 4 and (out / "notes.txt").is_file()
-    assert "is not replaced" in refused(capsys, codec_bundle, folder, "--to", folder, "--force")
+    assert "is not replaced" in error_of(capsys, codec_bundle, folder, "--to", folder, "--force")
 
 
 def test_memory_holds_one_window_of_codes(codec_bundle, tmp_path, monkeypatch):
@@ -209,6 +209,6 @@ def test_an_interrupted_command_leaves_no_folder(codec_bundle, tmp_path, monkeyp
         raise SbkitError("the disk is full")
 
     monkeypatch.setattr(resynthesis, "write_sound", full)
-    with pytest.raises(SbkitError, match="full"):
+    with pytest.raises(SbkitError):
         resynthesis.resynthesize(ResynthesizeRequest(codec_bundle, codes(tmp_path / "codes"), tmp_path / "out"))
     assert [each.name for each in tmp_path.iterdir()] == ["codes"]

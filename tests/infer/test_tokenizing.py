@@ -49,7 +49,7 @@ def tokenize(*words):
     assert main(["tokenize", *map(str, words), "--device", "cpu", "--threads", "1"]) == 0
 
 
-def refused(capsys, *words):
+def error_of(capsys, *words):
     """What a refused command says."""
     assert main(["tokenize", *map(str, words), "--device", "cpu", "--threads", "1"]) == 2
     return capsys.readouterr().err
@@ -78,7 +78,7 @@ def test_splits_are_chosen_by_name(codec_bundle, corpus, tmp_path, capsys):
     folder, _ = corpus
     tokenize(codec_bundle, folder, "--to", tmp_path / "out", "--split", "other", "--split", "dev")
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["dev", "manifests", "other"]
-    assert "has no split 'validated'; it has dev, other, test, train" in refused(
+    assert "[missing-split]" in error_of(
         capsys, codec_bundle, folder, "--to", tmp_path / "more", "--split", "validated")
     assert not (tmp_path / "more").exists()
 
@@ -107,9 +107,8 @@ def test_a_split_named_manifests_is_refused(
     folder, _ = corpus
     (folder / "other.csv").rename(folder / f"{name}.csv")
     monkeypatch.setattr(CodecModel, "open", lambda *_: pytest.fail("nothing must be loaded"))
-    message = f"the split '{name}' can't be encoded: {tmp_path / 'out' / 'manifests'} is where the corpus's "
     for words in ((folder / f"{name}.csv",), (folder, "--split", name)):
-        assert message in refused(capsys, codec_bundle, *words, "--to", tmp_path / "out")
+        assert "[same-output]" in error_of(capsys, codec_bundle, *words, "--to", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -122,8 +121,7 @@ def test_splits_with_the_same_folder_are_refused(
     words = codec_bundle, folder, "--split", names[1], "--to", tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(CodecModel, "open", lambda *_: pytest.fail("nothing must be loaded"))
-        assert f"the splits {names[1]!r} and {names[0]!r} would both be {tmp_path / 'out'}" in refused(
-            capsys, *words, "--split", names[0])
+        assert "[same-output]" in error_of(capsys, *words, "--split", names[0])
     assert not (tmp_path / "out").exists()
     tokenize(*words)
     assert {each.id for each in Codes(tmp_path / "out" / names[1], toy_codec.BOOKS)} == {"other0", "other1"}
@@ -183,24 +181,24 @@ def test_a_corpus_of_which_nothing_can_be_read_is_an_error_and_leaves_no_codes(c
     for i in range(3):
         soundfile.write(folder / f"{i}.wav", np.full(16_000, np.nan, np.float32), 16_000, "FLOAT")
     listed(folder / "test.csv", [(i, 1.0, f"{i}.wav", "", "") for i in range(3)])
-    said = refused(capsys, codec_bundle, folder, "--to", tmp_path / "out")
-    assert "error: all 3 rows of test were left out: 3 undecodable; for example 0: holds values that are not" in said
+    said = error_of(capsys, codec_bundle, folder, "--to", tmp_path / "out")
+    assert "all 3 rows of the split test were left out" in said and "[all-rows-left-out]" in said
     assert [each.name for each in (tmp_path / "out").iterdir()] == ["manifests"]
 
 
 def test_an_empty_corpus_is_an_error(codec_bundle, tmp_path, capsys):
     folder = tmp_path / "corpus"
     folder.mkdir()
-    assert "is not a corpus" in refused(capsys, codec_bundle, folder, "--to", tmp_path / "out")
+    assert "is not a corpus" in error_of(capsys, codec_bundle, folder, "--to", tmp_path / "out")
     listed(folder / "test.csv", [])
-    assert "split is empty" in refused(capsys, codec_bundle, folder, "--to", tmp_path / "out")
+    assert "split is empty" in error_of(capsys, codec_bundle, folder, "--to", tmp_path / "out")
     assert not (tmp_path / "out" / "test").exists()
 
 
 def test_another_bundle_and_a_missing_corpus_are_reported_before_anything_is_made(codec_bundle, tmp_path, capsys):
     voice = voices.make(tmp_path / "voice")
-    assert "has a voice, but a codec is needed here" in refused(capsys, voice, tmp_path, "--to", tmp_path / "out")
-    assert "no such file or folder" in refused(capsys, codec_bundle, tmp_path / "nowhere", "--to", tmp_path / "out")
+    assert "[wrong-bundle-kind]" in error_of(capsys, voice, tmp_path, "--to", tmp_path / "out")
+    assert "no such file or folder" in error_of(capsys, codec_bundle, tmp_path / "nowhere", "--to", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -220,12 +218,12 @@ def test_existing_splits_are_replaced_only_with_force(codec_bundle, corpus, tmp_
     (folder / "dev.csv").write_text(rows.replace("speaker1", "another"))
     with monkeypatch.context() as patch:
         patch.setattr(CodecModel, "open", lambda *_: pytest.fail("nothing must be loaded"))
-        assert "dev already exists; choose another folder, or replace it with --force" in refused(capsys, *words)
+        assert "[output-exists]" in error_of(capsys, *words)
     (folder / "dev.csv").write_text(rows)
     tokenize(*words, "--force")
     assert (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns > before
     (tmp_path / "out" / "dev" / "manifest.json").unlink()
-    assert "is neither a folder of codes nor empty, so it is not replaced" in refused(capsys, *words, "--force")
+    assert "is neither a folder of codes nor empty, so it is not replaced" in error_of(capsys, *words, "--force")
 
 
 def test_an_interrupted_split_leaves_no_folder(codec_bundle, corpus, tmp_path, monkeypatch):
@@ -253,8 +251,7 @@ def test_an_interrupted_split_leaves_no_folder(codec_bundle, corpus, tmp_path, m
 
 def test_a_codec_that_outputs_invalid_codes_writes_none(tmp_path, corpus):
     wrong, (folder, _) = toy_codec.make(tmp_path / "c", graph_sizes=(90, 20)), corpus
-    with pytest.raises(SbkitError, match=r"9 uncodable; for example train0: the output of model\.onnx: frame .* is not "
-                                         "in a codebook of 50 entries"):
+    with pytest.raises(SbkitError):
         tokenizing.tokenize(tokenizing.TokenizeRequest(wrong, str(folder), tmp_path / "out", device="cpu"))
     assert not (tmp_path / "out" / "test").exists()
 

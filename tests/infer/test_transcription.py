@@ -49,7 +49,7 @@ def test_vad_leaves_out_hallucinated_words(bundle, clips, tmp_path, capsys):
     assert run(bundle, clips / "one.wav", "--vad") == 0 and capsys.readouterr().out == "\n"
     assert run(bundle, clips / "one.wav", "--to", tmp_path / "out") == 0
     assert run(bundle, clips / "one.wav", "--to", tmp_path / "out", "--vad") == 2
-    assert "contains transcripts made with another --vad" in capsys.readouterr().err
+    assert "made with another --vad; choose another folder, or redo them with --overwrite [other-settings]" in capsys.readouterr().err
 
 
 def test_a_recording_that_was_cut_off_comes_with_a_warning(bundle, clips, capsys):
@@ -97,16 +97,15 @@ def test_another_model_s_transcripts_are_not_mixed_in(bundle, clips, tmp_path, c
     out = tmp_path / "out"
     run(bundle, clips / "one.wav", "--to", out)
     assert run(other, clips / "one.wav", "--to", out) == 2
-    assert "contains transcripts made with another BUNDLE; choose another folder, or redo" in capsys.readouterr().err
+    assert "made with another BUNDLE; choose another folder, or redo them with --overwrite [other-settings]" in capsys.readouterr().err
     assert run(other, clips / "one.wav", "--to", out, "--overwrite") == 0
 
 
 def test_a_bundle_among_the_recordings_is_explained(bundle, clips, capsys):
     assert main(["transcribe", str(clips / "one.wav"), str(bundle)]) == 2
-    assert "that is a bundle: give it once, before the recordings" in capsys.readouterr().err
+    assert "give it once, before the recordings [no-audio-files]" in capsys.readouterr().err
     assert main(["transcribe", str(clips / "one.wav"), str(clips / "one.wav"), str(bundle)]) == 2
-    told = "one.wav is a file, and a bundle is a folder; name the bundle's folder, which comes before its recordings"
-    assert told in capsys.readouterr().err
+    assert "[not-a-bundle]" in capsys.readouterr().err
 
 
 def test_folders_without_audio_are_named_in_a_warning(clips, tmp_path, caplog):
@@ -122,7 +121,7 @@ def test_impossible_durations_in_a_list_are_ignored(bundle, clips, tmp_path, cap
     assert capsys.readouterr().out.count("first words") == 2
     (tmp_path / "clips.jsonl").write_text(line.replace("duration", "offset"))
     assert run(bundle, tmp_path / "clips.jsonl") == 2
-    assert "clips.jsonl line 1: start 1e+308" in capsys.readouterr().err
+    assert "[malformed-row]" in capsys.readouterr().err
 
 
 def test_recordings_with_equal_names_get_distinct_files(bundle, clips, tmp_path):
@@ -213,10 +212,10 @@ def test_references_are_any_list_that_can_be_prepared(bundle, clips, tmp_path, c
     assert "WER 20.00 %" in capsys.readouterr().err
     (tmp_path / name).write_text(form + form.splitlines()[-1] + "\tmore,more\n")
     assert run(bundle, clips, "--references", tmp_path / name) == 2
-    assert "every row needs as many fields as the header" in capsys.readouterr().err
+    assert "[malformed-row]" in capsys.readouterr().err
     (tmp_path / "refs.csv").write_text("file,what\none.wav,first words\n")
     assert run(bundle, clips, "--references", tmp_path / "refs.csv") == 2
-    assert "refs.csv has no column 'wrd' or 'text'" in capsys.readouterr().err
+    assert "[missing-column]" in capsys.readouterr().err
 
 
 def test_an_ambiguous_file_name_is_not_used_as_reference(bundle, clips, tmp_path, capsys):
@@ -232,10 +231,10 @@ def test_references_from_lines_of_name_and_text(bundle, clips, tmp_path, capsys)
     assert "WER 20.00 %" in err and "not scored: 1 recording without a reference: deep/er/three" in err
     (tmp_path / "refs.tsv").write_text("else\tfirst words\n")
     assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 2
-    assert "has none of the recordings" in capsys.readouterr().err
+    assert "[no-references]" in capsys.readouterr().err
     (tmp_path / "refs.tsv").write_text("no tab here\n")
     assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 2
-    assert "refs.tsv:1" in capsys.readouterr().err
+    assert "[malformed-row]" in capsys.readouterr().err
 
 
 def test_a_bad_clip_is_named_counted_and_left_out(bundle, clips, tmp_path, capsys):
@@ -285,14 +284,14 @@ def test_what_can_not_be_written_is_reported(bundle, clips, tmp_path, capsys):
     (tmp_path / "out" / "two").write_text("a file where a folder has to be")
     (tmp_path / "m.csv").write_text(f"ID,duration,wav,spk_id,wrd\ntwo/one,0.5,{clips}/one.wav,,a\n")
     assert run(bundle, tmp_path / "m.csv", "--to", tmp_path / "out") == 2
-    assert f"cannot write {tmp_path / 'out' / 'two' / 'one.txt'}: " in capsys.readouterr().err
+    assert "[not-writable]" in capsys.readouterr().err
 
 
 def test_ids_that_mean_one_file_are_refused(bundle, clips, tmp_path, capsys):
     (tmp_path / "m.csv").write_text("ID,duration,wav,spk_id,wrd\n" + "".join(
         f"{name},0.5,{clips}/one.wav,,a\n" for name in ("a/one", "../a//one")))
     assert run(bundle, tmp_path / "m.csv", "--to", tmp_path / "out") == 2
-    assert "'a/one' and '../a//one' would be written to the same file" in capsys.readouterr().err
+    assert "[same-output]" in capsys.readouterr().err
 
 
 def test_json_of_several_is_a_line_each(bundle, clips, capsys):
@@ -308,11 +307,11 @@ def test_hot_words_and_a_language_model_on_the_command_line(bundle, clips, tmp_p
     assert capsys.readouterr().out == "first words\n"
     for empty in ("", "=5"):
         assert run(bundle, clips / "one.wav", "--hot-word", empty) == 2
-        assert "error: a hot word is empty; leave it out" in capsys.readouterr().err
+        assert "[bad-hot-word]" in capsys.readouterr().err
     assert run(bundle, clips / "one.wav", "--hot-word", "x=much") == 2
-    assert "the boost 'much' is not a number" in capsys.readouterr().err
+    assert "[bad-hot-word]" in capsys.readouterr().err
     assert run(bundle, clips / "one.wav", "--lm", tmp_path / "none.arpa") == 2
-    assert "none.arpa" in capsys.readouterr().err
+    assert "[no-such-path]" in capsys.readouterr().err
     arpa = tmp_path / "lm.arpa"
     rows = ("<s>", "</s>", "<unk>", "first", "words", "more")
     arpa.write_text("\\data\\\nngram 1=6\n\n\\1-grams:\n" + "".join(f"-0.8\t{w}\n" for w in rows) + "\n\\end\\\n")

@@ -180,18 +180,18 @@ def test_models_are_listed_and_found_by_name(client):
     assert error.value.code == "model_not_found" and error.value.request_id.startswith("req_")
 
 
-@pytest.mark.parametrize("field, value, words", [
-    ("response_format", "diarized_json", "must be one of json, text"),
-    ("timestamp_granularities", ["phoneme"], "must be one of word, segment"),
-    ("timestamp_granularities", ["word"], "needs response_format verbose_json"),
-    ("language", "fr", "is for 'en', not 'fr'"),
-    ("temperature", 7, "must be a number from 0 to 1"),
-    ("include", ["logprobs"], "does not support include"),
+@pytest.mark.parametrize("field, value, code", [
+    ("response_format", "diarized_json", "unsupported_value"),
+    ("timestamp_granularities", ["phoneme"], "unsupported_value"),
+    ("timestamp_granularities", ["word"], "invalid_value"),
+    ("language", "fr", "unsupported_value"),
+    ("temperature", 7, "invalid_value"),
+    ("include", ["logprobs"], "unsupported_parameter"),
 ])
-def test_what_cannot_be_met_is_refused_by_name(client, field, value, words):
-    with pytest.raises(openai.BadRequestError, match=words) as error:
+def test_what_cannot_be_met_is_refused_by_name(client, field, value, code):
+    with pytest.raises(openai.BadRequestError) as error:
         ask(client, serving.wav("a"), **{field: value})
-    assert (error.value.param, error.value.type) == (field, "invalid_request_error")
+    assert (error.value.param, error.value.type, error.value.code) == (field, "invalid_request_error", code)
 
 
 def test_what_changes_nothing_is_taken(client):
@@ -211,32 +211,32 @@ def field(name, value):
     return b'--x\r\ncontent-disposition: form-data; name="%b"\r\n\r\n%b\r\n--x--\r\n' % (name, value)
 
 
-@pytest.mark.parametrize("body, words", [
-    ({"data": {"model": "level"}, "files": {"other": ("a", b"1")}}, "belongs in the field file, not other"),
-    ({"data": {"model": "level"}, "files": {"model": ("a", b"1")}}, "model is given twice"),
-    ({"files": {"file": ("a.wav", b"1")}}, "field model is missing; this server has level"),
-    ({"data": {"modle": "level"}, "files": {"file": ("a", b"1")}}, r"does not support modle; did you mean model\?"),
-    ({"json": {"model": "level"}}, "multipart/form-data"),
-    ({"data": {"model": "level"}, "files": [("file", ("a", b"1")), ("file", ("b", b"1"))]}, "form can't be read"),
-    ({"content": b"--x\r\n\r\n", "headers": {"content-type": "multipart/form-data"}}, "form can't be read"),
-    ({"content": b"junk", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "read|missing"),
-    ({"content": b"", "headers": {"content-type": "multipart/form-data; boundary=x; charset=utf-7"}}, "must be UTF-8"),
-    ({"content": b"", "headers": {"content-type": "multipart/form-data; boundary=" + "x" * 300}}, "longer than 256"),
-    ({"content": field(b"model", b"\xff"), "headers": {"content-type": "multipart/form-data; boundary=x"}},
-     "each field of the form must be UTF-8: invalid start byte at byte 0"),
-    ({"content": field(b"\xff", b"x"), "headers": {"content-type": "multipart/form-data; boundary=x"}}, "be UTF-8"),
-    ({"content": field(b"x" * 4096, b"x"), "headers": {"content-type": "multipart/form-data; boundary=x"}},
-     "headers of the parts|Maximum header size|Invalid multipart"),
+OF_X = {"content-type": "multipart/form-data; boundary=x"}
+
+
+@pytest.mark.parametrize("body, code", [
+    ({"data": {"model": "level"}, "files": {"other": ("a", b"1")}}, "unsupported_parameter"),
+    ({"data": {"model": "level"}, "files": {"model": ("a", b"1")}}, "duplicate_parameter"),
+    ({"files": {"file": ("a.wav", b"1")}}, "missing_required_parameter"),
+    ({"data": {"modle": "level"}, "files": {"file": ("a", b"1")}}, "unsupported_parameter"),
+    ({"json": {"model": "level"}}, "invalid_body"),
+    ({"data": {"model": "level"}, "files": [("file", ("a", b"1")), ("file", ("b", b"1"))]}, "invalid_body"),
+    ({"content": b"--x\r\n\r\n", "headers": {"content-type": "multipart/form-data"}}, "invalid_body"),
+    ({"content": b"junk", "headers": OF_X}, "invalid_body"),
+    ({"content": b"", "headers": {"content-type": "multipart/form-data; boundary=x; charset=utf-7"}}, "not_utf8"),
+    ({"content": b"", "headers": {"content-type": "multipart/form-data; boundary=" + "x" * 300}}, "invalid_body"),
+    ({"content": field(b"model", b"\xff"), "headers": OF_X}, "not_utf8"),
+    ({"content": field(b"\xff", b"x"), "headers": OF_X}, "not_utf8"),
+    ({"content": field(b"x" * 4096, b"x"), "headers": OF_X}, "invalid_body"),
 ])
-def test_forms_that_are_none(server, body, words):
+def test_forms_that_are_none(server, body, code):
     answer = httpx.post(f"{server.base}/audio/transcriptions", **body)
-    assert answer.status_code == 400
-    assert re.search(words, answer.json()["error"]["message"])
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == code
 
 
 def test_a_path_that_is_no_text_is_a_400(server):
     answer = httpx.get(f"{server.url}/v1/models/%ff")
-    assert answer.status_code == 400 and answer.json()["error"]["message"] == "the path is not UTF-8"
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "not_utf8"
     assert httpx.get(f"{server.url}/v1/models/%C3%A9").status_code == 404
 
 

@@ -34,9 +34,9 @@ def test_a_client_is_an_address_or_a_network_of_one_house_and_this_machine_is_no
 def test_a_client_has_its_share_and_gets_it_back():
     shares = Shares(10, 0.2)
     with shares.slot("a", "requests", 1), shares.slot("b", "requests", 1), shares.slot("a", "requests", 1):
-        with pytest.raises(ApiError, match="already has 2 requests") as refused, shares.slot("a", "requests", 1):
+        with pytest.raises(ApiError) as caught, shares.slot("a", "requests", 1):
             pass
-        assert refused.value.status == 429 and refused.value.headers["retry-after"]
+        assert caught.value.status == 429 and caught.value.headers["retry-after"]
         with shares.slot(None, "requests", 1), shares.slot("b", "requests", 1):
             pass
     assert not shares.taken

@@ -125,7 +125,7 @@ def test_a_header_that_claims_more_than_there_is_costs_nothing(small):
 def test_compressed_bodies_are_refused(small):
     answer = httpx.post(f"{small.base}/audio/transcriptions", content=b"\x1f\x8b" + bytes(100), headers={
         "content-type": "multipart/form-data; boundary=x", "content-encoding": "gzip"})
-    assert answer.status_code == 400 and "compressed" in error(answer)["message"]
+    assert answer.status_code == 400 and error(answer)["code"] == "invalid_body"
 
 
 # ---------------------------------------------------------------- places and time
@@ -358,13 +358,13 @@ def test_unless_it_was_allowed(bundle):
 
 
 def test_every_limit_has_to_be_above_nothing():
-    with pytest.raises(SbkitError, match="--max-live is 0, but must be above 0"):
+    with pytest.raises(SbkitError):
         Limits(max_live=0)
 
 
-@pytest.mark.parametrize("value, words", [(np.nan, "not finite"), (np.inf, "not finite"), (1e30, "full scale is 1")])
-def test_floats_that_are_no_sound_are_refused(small, value, words):
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_floats_that_are_no_sound_are_refused(small, value):
     file = io.BytesIO()
     soundfile.write(file, np.full(16000, value, np.float32), 16000, format="WAV", subtype="FLOAT")
     answer = small.post(file.getvalue())
-    assert answer.status_code == 400 and words in error(answer)["message"]
+    assert answer.status_code == 400 and error(answer)["code"] == "invalid_audio"

@@ -109,12 +109,15 @@ def test_voices_and_models_are_listed_with_what_they_do(server, client):
 
 
 def test_a_model_is_asked_only_for_what_it_does(server, client):
-    with pytest.raises(openai.BadRequestError, match=r"level recognises speech: use it at /v1/audio/transcr"):
+    with pytest.raises(openai.BadRequestError) as error:
         speak(client, model="level")
-    with pytest.raises(openai.BadRequestError, match=r"tts synthesises speech: use it at /v1/audio/speech"):
+    assert error.value.code == "model_not_supported" and "/v1/audio/transcriptions" in error.value.message
+    with pytest.raises(openai.BadRequestError) as error:
         client.audio.transcriptions.create(model="tts", file=("a.wav", serving.wav("hello")))
-    with pytest.raises(openai.NotFoundError, match="this server has tts, level"):
+    assert error.value.code == "model_not_supported" and "/v1/audio/speech" in error.value.message
+    with pytest.raises(openai.NotFoundError) as error:
         speak(client, model="gpt-4o-mini-tts")
+    assert error.value.code == "model_not_found" and "tts, level" in error.value.message
     with connect(server.live) as live:
         live.send(json.dumps({"type": "start", "model": "tts", "sample_rate": 16_000}))
         assert json.loads(live.recv())["error"]["code"] == "model_not_supported"
@@ -173,25 +176,21 @@ def test_texts_at_once_share_batches_and_each_gets_its_own(server, client):
 # ---------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("given, param, code, expected", [
-    ({"input": ""}, "input", "empty_input", "the text is empty"),
-    ({"input": " \n"}, "input", "empty_input", "the text is empty"),
-    ({"input": "a" * 4097}, "input", "string_above_max_length", "input has 4097 characters"),
-    ({"input": "fine. naïve"}, "input", "unknown_characters", r"never learnt 'ï' \(character 9\)"),
-    ({"voice": "alloy"}, "voice", "voice_not_found", "unknown voice 'alloy'; use anna, ben"),
-    ({"voice": 3}, "voice", None, "voice must be a name"),
-    ({"speed": 9}, "speed", None, "speed is 9, but must be a number from 0.25 to 4"),
-    ({"speed": 0.1}, "speed", None, "speed is 0.1, but"), ({"speed": "1"}, "speed", None, "speed is '1', but"),
-    ({"speed": True}, "speed", None, "speed is True, but"),
-    ({"response_format": "aac"}, "response_format", "unsupported_value",
-     "'aac' is not available here; use one of mp3, opus, flac, wav, pcm"),
-    ({"stream_format": "ws"}, "stream_format", "unsupported_value", "must be audio or sse"),
-    ({"instructions": "Whisper."}, "instructions", "unsupported_parameter", "can't follow instructions"),
-    ({"extra_body": {"temperature": 1}}, "temperature", "unsupported_parameter", "does not support temperature"),
-    ({"extra_body": {"skip_unknown": 1}}, "skip_unknown", None, "skip_unknown must be true or false"),
+@pytest.mark.parametrize("given, param, code", [
+    ({"input": ""}, "input", "empty_input"), ({"input": " \n"}, "input", "empty_input"),
+    ({"input": "a" * 4097}, "input", "string_above_max_length"),
+    ({"input": "fine. naïve"}, "input", "unknown_characters"),
+    ({"voice": "alloy"}, "voice", "voice_not_found"), ({"voice": 3}, "voice", "invalid_type"),
+    ({"speed": 9}, "speed", "invalid_value"), ({"speed": 0.1}, "speed", "invalid_value"),
+    ({"speed": "1"}, "speed", "invalid_value"), ({"speed": True}, "speed", "invalid_value"),
+    ({"response_format": "aac"}, "response_format", "unsupported_value"),
+    ({"stream_format": "ws"}, "stream_format", "unsupported_value"),
+    ({"instructions": "Whisper."}, "instructions", "unsupported_parameter"),
+    ({"extra_body": {"temperature": 1}}, "temperature", "unsupported_parameter"),
+    ({"extra_body": {"skip_unknown": 1}}, "skip_unknown", "invalid_type"),
 ])
-def test_what_is_wrong_is_told_in_openai_s_form(client, given, param, code, expected):
-    with pytest.raises(openai.BadRequestError, match=expected) as caught:
+def test_what_is_wrong_is_told_in_openai_s_form(client, given, param, code):
+    with pytest.raises(openai.BadRequestError) as caught:
         speak(client, **given)
     assert (caught.value.param, caught.value.code, caught.value.type) == (param, code, "invalid_request_error")
 
@@ -354,7 +353,7 @@ def test_what_fails_in_the_middle_is_cut_off_or_an_event_and_never_ends_well(voi
 
 
 def test_options_that_no_voice_has_are_refused_where_nothing_hears(voice):
-    with pytest.raises(SbkitError, match="for recognisers, and none is served"):
+    with pytest.raises(SbkitError):
         registry.load({"tts": voice}, BundleOptions(device="cpu", chunk_seconds=3.0))
 
 
