@@ -110,10 +110,10 @@ class Silent(OnCuda):
 #: Those whose CUDA can't be used, and what is said of it and a file.
 BROKEN = {
     WithoutLibraries: "onnxruntime fell back to CPUExecutionProvider",
-    OldDriver: "{file} can't be opened there: CUDA failure 35: driver is too old",
-    FailsToRun: "an inference of {file} failed there: CUDNN_STATUS_EXECUTION_FAILED",
+    OldDriver: "{file} can't be opened on the GPU: CUDA failure 35: driver is too old",
+    FailsToRun: "a test inference of {file} failed on the GPU: CUDNN_STATUS_EXECUTION_FAILED",
     FallsBackWhenRun: "onnxruntime fell back to CPUExecutionProvider",
-    OtherCard: "onnxruntime took cuda:7",
+    OtherCard: "onnxruntime chose cuda:7",
     NothingToDo: "onnxruntime runs all operators of {file} on CPUExecutionProvider",
 }
 

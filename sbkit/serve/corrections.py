@@ -83,7 +83,8 @@ class Corrections:
             self._drop_partial_row()
             self._read()
         except (OSError, ValueError) as error:
-            raise SbkitError("not-writable", f"--corrections {folder} can't be used: {error}",
+            code = "malformed-row" if isinstance(error, ValueError) else "not-writable"
+            raise SbkitError(code, f"--corrections {folder} can't be used: {error}",
                              hint="name a folder that this server can write, new or made by --corrections", file=folder,
                              key="--corrections") from None
 

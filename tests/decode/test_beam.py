@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.greedy import greedy
@@ -178,27 +179,24 @@ def test_letters_spelled_by_bytes_are_letters():
 # ------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"beam": 0}, "beam is 0"), ({"workers": -1}, "workers is -1"), ({"width": 0.0}, "width is 0"),
-    ({"lm_weight": -1.0}, "lm_weight is -1"), ({"hot_words": {"ab": -2}}, "hot word 'ab' has the boost -2"),
-    ({"hot_words": "ab"}, r"hot words are the text 'ab', but must be a list of words; put it in a list: \['ab'\]"),
-    ({"hot_words": ["ab", " "]}, "a hot word is empty; leave it out"), ({"hot_words": {"": 5}}, "a hot word is empty"),
-    ({"hot_words": [("ab", 6)]}, r"a hot word is \('ab', 6\), but must be a text; boosts are given as"),
+@pytest.mark.parametrize("options, code", [
+    ({"beam": 0}, "bad-value"), ({"workers": -1}, "bad-value"), ({"width": 0.0}, "bad-value"),
+    ({"lm_weight": -1.0}, "bad-value"), ({"hot_words": {"ab": -2}}, "bad-hot-word"),
+    ({"hot_words": "ab"}, "bad-hot-word"), ({"hot_words": ["ab", " "]}, "bad-hot-word"),
+    ({"hot_words": {"": 5}}, "bad-hot-word"), ({"hot_words": [("ab", 6)]}, "bad-hot-word"),
 ])
-def test_options_out_of_range_are_named(options, message):
-    with pytest.raises(SbkitError):
+def test_options_out_of_range_are_named(options, code):
+    with refused(code):
         BeamSearch(PIECES, **options)
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"hot_words": ["Kiew"]}, "hot word 'Kiew' can't be spelled"),
-    ({"lexicon": ["A", "AB"]}, "the lexicon: 2 of its 2 words can't be spelled"),
-    ({"lm": "/none/such.arpa"}, "/none/such.arpa: there is no such language model"),
-    ({"lexicon": "/none/words.txt"}, "/none/words.txt: cannot be read"),
+@pytest.mark.parametrize("options, code", [
+    ({"hot_words": ["Kiew"]}, "unspellable-word"), ({"lexicon": ["A", "AB"]}, "unspellable-word"),
+    ({"lm": "/none/such.arpa"}, "no-such-path"), ({"lexicon": "/none/words.txt"}, "no-such-path"),
 ])
-def test_what_does_not_fit_is_said_when_it_is_loaded(options, message):
+def test_what_does_not_fit_is_said_when_it_is_loaded(options, code):
     search = BeamSearch(PIECES, **options)  # the constructor touches no file
-    with pytest.raises(SbkitError):
+    with refused(code):
         search.load()
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.decode.durations import Alignment, durations, speech, spell
 from sbkit.errors import SbkitError
@@ -48,11 +49,10 @@ def test_a_piece_that_is_there_twice_is_the_first():
     assert spell("a", ["<blk>", "x", "a", "a"], None) == [2]
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("añbé", r"the recogniser has no tokens for 'é', 'ñ'"), ("ca", r"the recogniser has no tokens for this text")])
-def test_what_cannot_be_spelled_is_named(text, said):
+@pytest.mark.parametrize("text", ["añbé", "ca"])
+def test_what_cannot_be_spelled_is_named(text):
     pieces = ["<blk>", "▁", "a", "b"] if "ñ" in text else ["<blk>", "▁", "a", "bc"]
-    with pytest.raises(SbkitError) as error:
+    with refused("unspellable-word") as error:
         spell(text, pieces)
     assert "alphabet" in error.value.hint
 

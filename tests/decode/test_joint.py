@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.decode import joint
 from sbkit.decode.joint import JointSearch
@@ -145,10 +146,7 @@ def test_what_is_not_a_number_is_named():
         JointSearch(Tokens()).decode(log_probs, lengths, decoder(1))
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"beam": 0}, "beam is 0"), ({"nbest": 0}, "nbest is 0"), ({"ctc_weight": 0.0}, "ctc_weight is 0"),
-    ({"ctc_weight": 1.5}, "ctc_weight is 1.5"),
-])
-def test_options_out_of_range_are_named(options, message):
-    with pytest.raises(SbkitError):
+@pytest.mark.parametrize("options", [{"beam": 0}, {"nbest": 0}, {"ctc_weight": 0.0}, {"ctc_weight": 1.5}])
+def test_options_out_of_range_are_named(options):
+    with refused("bad-value"):
         JointSearch(Tokens(), **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 
 import pytest
+from refusals import refused
 
 from sbkit.decode import arpa, kneser_ney, lm
 from sbkit.decode.beam import BeamSearch
@@ -75,19 +76,18 @@ def test_files_are_read_line_by_line(tmp_path):
         file.write("four\n")
     assert list(lm.read_texts([tmp_path / "a.txt", tmp_path / "b.txt.gz"])) == ["one two", "", "three", "four"]
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe\xfa")
-    for name, message in (("none.txt", "none.txt: cannot be read"), ("c.txt", "c.txt is not UTF-8 text")):
-        with pytest.raises(SbkitError):
+    for name, code in (("none.txt", "no-such-path"), ("c.txt", "not-utf8")):
+        with refused(code, file=tmp_path / name):
             list(lm.read_texts([tmp_path / name]))
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"order": 0}, "have order 0"), ({"order": 99}, "have order 99"), ({"unit": "phone"}, "over 'phone'"),
-    ({"unit": "piece"}, "needs their tokenizer"), ({"min_count": 0}, "min_count is 0"),
-    ({"prune": [1, 1]}, "words are never pruned"), ({"prune": [0, 2, 1]}, r"prune is \[0, 2, 1\]"),
-    ({"prune": 2.0}, "prune is 2.0"), ({"prune": -1}, "prune is -1"),
+@pytest.mark.parametrize("options, code", [
+    ({"order": 0}, "bad-value"), ({"order": 99}, "bad-value"), ({"unit": "phone"}, "bad-value"),
+    ({"unit": "piece"}, "no-tokenizer"), ({"min_count": 0}, "bad-value"), ({"prune": [1, 1]}, "bad-value"),
+    ({"prune": [0, 2, 1]}, "bad-value"), ({"prune": 2.0}, "bad-value"), ({"prune": -1}, "bad-value"),
 ])
-def test_options_that_make_no_model(tmp_path, options, message):
-    with pytest.raises(SbkitError):
+def test_options_that_make_no_model(tmp_path, options, code):
+    with refused(code):
         lm.build(TEXT, tmp_path / "lm.arpa", **options)
     assert not list(tmp_path.iterdir())
 
@@ -99,17 +99,13 @@ def model(*sentences):
     return kneser_ney.estimate(kneser_ney.read(sentences), 2).model
 
 
-@pytest.mark.parametrize("sentences, pieces, message", [
-    (["THE CAT", "THE DOG"], LETTERS,
-     r"100 % of its words can't be spelled .* such as 'THE'; the tokens are in lower case"),
-    (["the cat", "the dog"], ["<unk>", "▁", *"ACDEGHOT"], r"such as 'the'; the tokens are in upper case"),
-    (["кот спит"], LETTERS, r"such as 'кот'; estimate it from text written like the transcripts"),
-    (["▁th e ▁ca t", "▁th e ▁do g"], LETTERS, r"is over pieces of another tokenizer, not over words: it has '▁th'"),
-    (["the cat"], ["<unk>", *"theca"], r"none of this model's 6 tokens begins a word"),
-    (["the cat"], ["<unk>", "▁the▁c", "at", "▁t", "he"], r"pieces span words, such as 'the▁c'"),
+@pytest.mark.parametrize("sentences, pieces", [
+    (["THE CAT", "THE DOG"], LETTERS), (["the cat", "the dog"], ["<unk>", "▁", *"ACDEGHOT"]), (["кот спит"], LETTERS),
+    (["▁th e ▁ca t", "▁th e ▁do g"], LETTERS), (["the cat"], ["<unk>", *"theca"]),
+    (["the cat"], ["<unk>", "▁the▁c", "at", "▁t", "he"]),
 ])
-def test_a_model_of_something_else_is_refused(sentences, pieces, message):
-    with pytest.raises(SbkitError):
+def test_a_model_of_something_else_is_refused(sentences, pieces):
+    with refused("lm-mismatch"):
         lm.unit_of(model(*sentences), Pieces(pieces), name="lm.arpa")
 
 

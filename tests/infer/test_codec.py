@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 import toy_codec as codecs
+from refusals import refused
 
 import sbkit.infer
 from sbkit.codes import InvalidCode
@@ -110,12 +111,12 @@ def test_invalid_codes_are_reported_before_a_graph_runs(codec, monkeypatch, id):
     assert (error.position, error.level, error.id) == ((1, 7), 0, id)
 
 
-@pytest.mark.parametrize("codes, expected", [
-    (np.zeros((3, 2), np.float32), "whole numbers, not float32"), (np.zeros((3, 1), int), r"\[frames, 2\]"),
-    (np.zeros((1, 3, 2), int), r"recording 0: its codes must be \[frames, 2\], not \[1, 3, 2\]"), (3, "per codebook"),
+@pytest.mark.parametrize("codes, code", [
+    (np.zeros((3, 2), np.float32), "bad-codes"), (np.zeros((3, 1), int), "bad-codes"),
+    (np.zeros((1, 3, 2), int), "bad-value"), (3, "bad-codes"),
 ])
-def test_codes_of_a_wrong_shape_are_reported(codec, codes, expected):
-    with pytest.raises(SbkitError):
+def test_codes_of_a_wrong_shape_are_reported(codec, codes, code):
+    with refused(code):
         codec.decode([codes])
 
 

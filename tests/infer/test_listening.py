@@ -341,7 +341,7 @@ def test_the_line_in_progress_when_the_microphone_stops_is_not_lost(bundle, monk
 def test_a_model_that_fails_is_one_error(bundle, monkeypatch, tmp_path, capsys):
     def broken(_engine, sessions, _windows):
         for each in sessions:
-            each.fail(SbkitError("it broke"))
+            each.fail(SbkitError("model-failed", "it broke"))
 
     monkeypatch.setattr(StreamEngine, "take_step", broken)
     assert listen(bundle, monkeypatch, tmp_path, pcm("abc")) == 2

@@ -8,6 +8,7 @@ import onnx
 import pytest
 import toy_codec
 import voices
+from refusals import refused
 
 import sbkit.infer
 from sbkit.errors import SbkitError
@@ -47,18 +48,14 @@ def test_a_consistent_bundle_opens(made, tmp_path, kind):
     opened(lying(made / kind, tmp_path / "b"))
 
 
-@pytest.mark.parametrize("kind, changes, message", [
-    ("voice", {"symbols": [*voices.SYMBOLS, "é"]}, "exported with symbols .* says .*é"),
-    ("voice", {"symbols": [voices.SYMBOLS[0], *voices.SYMBOLS[:0:-1]]}, "exported with symbols"),
-    ("voice", {"symbols": voices.SYMBOLS[:5]}, "exported with symbols"),
-    ("voice", {"speakers": ["ben", "anna"]}, "exported with speakers"),
-    ("voice", {"sample_rate": 48_000}, "exported with sample_rate 16000, but config.json says 48000"),
-    ("codec", {"books": [4000, 4000]}, "exported with books 50,20, but config.json says 4000,4000"),
-    ("codec", {"codec": "0" * 64}, "exported with codec c0dec0+, but config.json says 0+"),
-    ("codec", {"stride": 160}, "exported with stride 320, but config.json says 160"),
+@pytest.mark.parametrize("kind, changes", [
+    ("voice", {"symbols": [*voices.SYMBOLS, "é"]}), ("voice", {"symbols": [voices.SYMBOLS[0], *voices.SYMBOLS[:0:-1]]}),
+    ("voice", {"symbols": voices.SYMBOLS[:5]}), ("voice", {"speakers": ["ben", "anna"]}),
+    ("voice", {"sample_rate": 48_000}), ("codec", {"books": [4000, 4000]}), ("codec", {"codec": "0" * 64}),
+    ("codec", {"stride": 160}),
 ])
-def test_a_graph_with_other_metadata_is_refused(made, tmp_path, kind, changes, message):
-    with pytest.raises(SbkitError):
+def test_a_graph_with_other_metadata_is_refused(made, tmp_path, kind, changes):
+    with refused("mismatched-bundle"):
         opened(lying(made / kind, tmp_path / "b", **changes))
 
 
@@ -85,11 +82,10 @@ def test_a_line_that_no_voice_can_speak_is_refused_before_anything_runs(voice, l
         voice.engine.submit([SpeechInput(np.array([2, 3])), line])
 
 
-@pytest.mark.parametrize("make, at, message", [
-    (voices.make, (0,), "the voice output"), (toy_codec.make, (0,), "the codec output"),
-    (toy_codec.make, (1,), "codec output"), (bundles.make, (0,), "the model outputs"),
+@pytest.mark.parametrize("make, at", [
+    (voices.make, (0,)), (toy_codec.make, (0,)), (toy_codec.make, (1,)), (bundles.make, (0,)),
 ])
-def test_a_graph_that_outputs_too_few_rows_is_refused(tmp_path, make, at, message):
+def test_a_graph_that_outputs_too_few_rows_is_refused(tmp_path, make, at):
     """Its outputs are cut behind what the graph computes."""
     bundle = make(tmp_path / "b")
     path = sorted(bundle.glob("*.onnx"), key=lambda file: file.name, reverse=True)[-1 if at == (1,) else 0]
@@ -102,5 +98,5 @@ def test_a_graph_that_outputs_too_few_rows_is_refused(tmp_path, make, at, messag
     model.graph.node.append(onnx.helper.make_node("Slice", ["uncut", "cut_0", "cut_0", "cut_axis"], [output]))
     path.write_bytes(model.SerializeToString())
     bundles.change(bundle, files={})
-    with pytest.raises(SbkitError):
+    with refused("mismatched-bundle"):
         opened(bundle)

@@ -195,7 +195,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused_and_auto_says_why(bundle, a_card
         Engine(bundle, model="torch", device="cuda")
     with Engine(bundle, model="torch", device="auto") as engine:
         assert where(engine) == ("cpu", "torch.export") and engine.fault is None
-        assert "an inference of model.pt2 failed there" in engine.running.note
+        assert "a test inference of model.pt2 failed on the GPU" in engine.running.note
         [scores] = engine.run([bundles.say("ab")])
         assert scores.argmax(-1).tolist() == [*bundles.spell("ab"), 0]
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from refusals import refused
 from sounds import FORMATS, encoded, speechlike
 
 from sbkit.data.audio import AudioError, read_audio
@@ -76,17 +77,15 @@ def test_seconds_are_read_from_the_header():
     assert Recording(np.zeros(8_000, np.float32)).seconds(16_000) == 0.5
 
 
-@pytest.mark.parametrize("audio, start, cause", [
-    (made("flac", 16_000, seconds=10.0), 11.0, r"so it has no audio from 11\.00 s on"),
-    ("missing.wav", 0.0, r"missing\.wav: no such file"), (b"", 0.0, "is empty"),
-    (b"not audio at all", 0.0, "cannot be decoded"), (np.full(400, np.nan, np.float32), 0.0, "not finite"),
-    (np.full(400, 12e3, np.float32), 0.0, r"up to 1\.2e\+04, but floats go from -1 to 1: divide"),
-    (np.zeros(0, np.float32), 0.0, "samples must be floats of one channel"),
-    (np.zeros(400, np.int32), 0.0, "samples must be floats of one channel"),
-    (np.zeros((2, 400), np.float32), 0.0, "samples must be floats of one channel"),
+@pytest.mark.parametrize("audio, start, code", [
+    (made("flac", 16_000, seconds=10.0), 11.0, "segment-outside-audio"), ("missing.wav", 0.0, "missing-audio"),
+    (b"", 0.0, "empty-audio"), (b"not audio at all", 0.0, "unknown-audio-format"),
+    (np.full(400, np.nan, np.float32), 0.0, "bad-samples"), (np.full(400, 12e3, np.float32), 0.0, "bad-samples"),
+    (np.zeros(0, np.float32), 0.0, "bad-samples"), (np.zeros(400, np.int32), 0.0, "bad-samples"),
+    (np.zeros((2, 400), np.float32), 0.0, "bad-samples"),
 ])
-def test_unreadable_audio_is_named(audio, start, cause):
-    with pytest.raises(AudioError):
+def test_unreadable_audio_is_named(audio, start, code):
+    with refused(code, kind=AudioError):
         joined(Recording(audio, start=start))
 
 

@@ -206,7 +206,7 @@ def test_memory_holds_one_window_of_codes(codec_bundle, tmp_path, monkeypatch):
 
 def test_an_interrupted_command_leaves_no_folder(codec_bundle, tmp_path, monkeypatch):
     def full(*_):
-        raise SbkitError("the disk is full")
+        raise SbkitError("disk-full", "the disk is full")
 
     monkeypatch.setattr(resynthesis, "write_sound", full)
     with pytest.raises(SbkitError):

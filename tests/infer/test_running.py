@@ -8,6 +8,7 @@ import graph_bundles
 import numpy as np
 import pytest
 import soundfile
+from refusals import refused
 
 import sbkit.infer
 from sbkit.cli import main
@@ -95,7 +96,7 @@ def test_a_batch_out_of_memory_is_run_one_by_one(sound, monkeypatch):
 
     def small(engine, signals):
         if len(signals) > 1:
-            raise OutOfMemory("too much")
+            raise OutOfMemory("out-of-memory", "too much")
         return run(engine, signals)
 
     monkeypatch.setattr(GraphEngine, "run_batch", small)
@@ -133,15 +134,13 @@ def test_a_model_of_several_labels_gives_those_that_reach_their_thresholds(clips
         assert model.run(np.zeros(700, np.float32)).labels == pytest.approx({"quiet": 0.1})
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"thresholds": [0.5]}, "there are 2 labels and 1 thresholds, but each label needs one"),
-    ({"thresholds": [0.5, float("nan")]}, r"thresholds is \[0.5, nan\], but must be"),
-    ({"labels": ["quiet", "quiet"]}, "labels has 'quiet' twice"),
-    ({"lengths": {"level": "level"}}, "level has values for each frame, but labels are a recording's"),
+@pytest.mark.parametrize("changes", [
+    {"thresholds": [0.5]}, {"thresholds": [0.5, float("nan")]}, {"labels": ["quiet", "quiet"]},
+    {"lengths": {"level": "level"}},
 ])
-def test_labels_and_thresholds_that_do_not_fit_are_refused(tmp_path, changes, message):
+def test_labels_and_thresholds_that_do_not_fit_are_refused(tmp_path, changes):
     config = {"sample_rate": 8000, "outputs": ["level"], "labels": ["quiet", "loud"], "thresholds": [0.5, 0.5]}
-    with pytest.raises(SbkitError):
+    with refused("damaged-bundle"):
         LabelsConfig.of(config | changes, tmp_path)
 
 

@@ -1,7 +1,6 @@
 """Texts to what a voice speaks at once: sentences, long ones cut, every symbol kept, unknown characters named."""
 
 import json
-import re
 import tracemalloc
 import unicodedata
 
@@ -9,6 +8,7 @@ import pytest
 import voices
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
@@ -200,13 +200,9 @@ def test_the_text_of_a_phrase_still_has_its_marks():
     assert piece.text == "it's a (pin-tip)." and [word for word, _, _ in piece.words] == ["it's", "a", "(pin-tip)."]
 
 
-@pytest.mark.parametrize("text, message", [
-    ("so 100% sure", "'1' (character 4), '0' (character 5; character 6)"), ("a&b", "'&' (character 2)"),
-    ("don’t ñ", "'ñ' (character 7)"), ("e\u0301\u00adé ae\u0301\u00adbñ", "'ñ' (character 11)"),
-    ("ab.cd", "'.' (character 3)"), ("İİñ", "'ñ' (character 3)"),
-])
-def test_unknown_characters_have_their_places_in_the_text(text, message):
-    with pytest.raises(UnknownCharacters):
+@pytest.mark.parametrize("text", ["so 100% sure", "a&b", "don’t ñ", "e\u0301\u00adé ae\u0301\u00adbñ", "ab.cd", "İİñ"])
+def test_unknown_characters_have_their_places_in_the_text(text):
+    with refused("unknown-characters", kind=UnknownCharacters):
         spoken(ruled("en"), text)
 
 

@@ -8,6 +8,7 @@ import wave
 import numpy as np
 import pytest
 import soundfile
+from refusals import refused
 
 from sbkit.errors import SbkitError
 from sbkit.infer import sound_file
@@ -86,10 +87,9 @@ def test_the_suffix_chooses_the_format(tmp_path, suffix):
     assert soundfile.info(path).format == KINDS[kind_of(path)].format
 
 
-@pytest.mark.parametrize("name, expected", [("a.aac", ".aac files can't be written; use .wav, "), ("a", "no suffix"),
-                                            ("a.pcm", ".pcm files can't be written")])
-def test_unknown_suffixes_are_refused(tmp_path, name, expected):
-    with pytest.raises(SbkitError):
+@pytest.mark.parametrize("name", ["a.aac", "a", "a.pcm"])
+def test_unknown_suffixes_are_refused(tmp_path, name):
+    with refused("bad-option"):
         kind_of(tmp_path / name)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 import sbkit.infer
 from sbkit.errors import SbkitError
@@ -110,29 +111,21 @@ def test_another_rate_is_resampled(model):
     assert texts(pieces) == "abc abc" and pieces[-1].seconds == whole[-1].seconds
 
 
-@pytest.mark.parametrize(("given", "rate", "message"), [
-    (np.array([0.1, np.nan], np.float32), None, "not finite .*skip it"),
-    (np.array([0.1, -np.inf]), None, "not finite"),
-    (np.zeros((160, 2), np.float32), None, r"shape \[160, 2\].*mix the channels"),
-    (b"\0\0", None, r"is bytes, but .*np.frombuffer\(data, np.int16\)"),
-    (bytearray(2), None, "is bytes"), (memoryview(bytes(2)), None, r"type uint8.*np.frombuffer"),
-    ("x.wav", None, r"is 'x.wav', but must be an array of samples; read the file first"),
-    (pathlib.Path("x.wav"), None, "is 'x.wav'.*read the file first"),
-    (None, None, "is NoneType, but must be an array of samples; give floats"),
-    ([[0.5], [0.5, 0.5]], None, "is not an array of samples: "), (0.5, None, r"shape \[\].*give an array"),
-    (np.zeros(160, np.int32), None, "type int32.*floats from -1 to 1, or int16"),
-    (np.zeros(160, bool), None, "type bool"),
-    (np.full(160, 12_000.0), None, "up to 1.2e.04.*divide 16-bit samples by 32768"),
-    (np.zeros(160, np.float32), 8_000, r"16000 samples per second, and these are at 8000.*stream\(rate=8000\)"),
+@pytest.mark.parametrize("given, rate", [
+    (np.array([0.1, np.nan], np.float32), None), (np.array([0.1, -np.inf]), None),
+    (np.zeros((160, 2), np.float32), None), (b"\0\0", None), (bytearray(2), None), (memoryview(bytes(2)), None),
+    ("x.wav", None), (pathlib.Path("x.wav"), None), (None, None), ([[0.5], [0.5, 0.5]], None), (0.5, None),
+    (np.zeros(160, np.int32), None), (np.zeros(160, bool), None), (np.full(160, 12_000.0), None),
+    (np.zeros(160, np.float32), 8_000),
 ])
-def test_invalid_samples_leave_the_stream_unchanged(model, given, rate, message):
+def test_invalid_samples_leave_the_stream_unchanged(model, given, rate):
     signal = bundles.say("abc def")
     stream = model.stream(chunk=160)
     results = stream.feed(signal[:9_000])
-    with pytest.raises(SbkitError):
+    with refused("bad-samples"):
         stream.feed(given, rate)
     late = np.concatenate([np.zeros(200_000, np.float32), np.array([np.nan], np.float32)])
-    with pytest.raises(SbkitError):  # a piece is checked before it is decoded
+    with refused("bad-samples"):  # a piece is checked before it is decoded
         stream.feed(late)
     results += stream.feed(signal[9_000:], 16_000) + stream.finish()
     assert results == list(stream(signal))
@@ -218,7 +211,6 @@ def test_hot_words_must_be_a_list(model):
 
 
 def test_closing_the_model_ends_its_streams(bundle):
-    message = "the model was closed; load it again"
     with sbkit.infer.load(bundle, device="cpu") as model:
         stream = model.stream()
     for _ in range(2):

@@ -150,7 +150,7 @@ def test_closing_a_stream_in_a_step_disturbs_no_other(engine, monkeypatch):
 def test_an_error_of_one_search_ends_that_stream_alone(engine):
     class Broken(GreedyStream):
         def feed(self, log_probs):
-            raise SbkitError("it broke")
+            raise SbkitError("model-failed", "it broke")
 
     broken = engine.open(Broken(engine.vocabulary.spelling), 160)
     broken.feed(bundles.say("abc def"))
@@ -179,7 +179,7 @@ def test_a_step_out_of_memory_is_run_one_by_one(engine, monkeypatch):
     def small(windows, states):
         tried.append(len(windows))
         if len(windows) > 1:
-            raise OutOfMemory("out of memory on cuda:0")
+            raise OutOfMemory("out-of-memory", "out of memory on cuda:0")
         return step(windows, states)
 
     monkeypatch.setattr(engine, "step", small)

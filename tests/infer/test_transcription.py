@@ -49,7 +49,8 @@ def test_vad_leaves_out_hallucinated_words(bundle, clips, tmp_path, capsys):
     assert run(bundle, clips / "one.wav", "--vad") == 0 and capsys.readouterr().out == "\n"
     assert run(bundle, clips / "one.wav", "--to", tmp_path / "out") == 0
     assert run(bundle, clips / "one.wav", "--to", tmp_path / "out", "--vad") == 2
-    assert "made with another --vad; choose another folder, or redo them with --overwrite [other-settings]" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "made with another --vad" in said and "[other-settings]" in said
 
 
 def test_a_recording_that_was_cut_off_comes_with_a_warning(bundle, clips, capsys):
@@ -97,7 +98,8 @@ def test_another_model_s_transcripts_are_not_mixed_in(bundle, clips, tmp_path, c
     out = tmp_path / "out"
     run(bundle, clips / "one.wav", "--to", out)
     assert run(other, clips / "one.wav", "--to", out) == 2
-    assert "made with another BUNDLE; choose another folder, or redo them with --overwrite [other-settings]" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "made with another BUNDLE" in said and "[other-settings]" in said
     assert run(other, clips / "one.wav", "--to", out, "--overwrite") == 0
 
 

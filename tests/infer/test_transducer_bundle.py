@@ -6,6 +6,7 @@ import weakref
 import bundles
 import numpy as np
 import pytest
+from refusals import refused
 
 import sbkit.infer
 from sbkit.decode import lm
@@ -86,21 +87,23 @@ def test_nan_outputs_are_refused_before_the_search(model):
     assert [bundles.PIECES[i] for i in results.spans.ids] == ["▁", "d"]
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"lm_weight": 1.0}, "there is no language model to weight"), ({"hot_words": ["Ü"]}, "can't be spelled"),
-    ({"lm": "/none/such.arpa"}, "there is no such language model"), ({"beam": 0}, "beam is 0")])
-def test_invalid_search_options_are_refused(model, options, message):
-    with pytest.raises(SbkitError):
+@pytest.mark.parametrize("options, code", [
+    ({"lm_weight": 1.0}, "conflicting-options"), ({"hot_words": ["Ü"]}, "unspellable-word"),
+    ({"lm": "/none/such.arpa"}, "no-such-path"), ({"beam": 0}, "bad-value"),
+])
+def test_invalid_search_options_are_refused(model, options, code):
+    with refused(code):
         model.stream(**options)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"context": 3}, "Got invalid dimensions|can't be run|tokens"), ({"joint_size": 7}, "joiner.onnx|decoder.onnx|7"),
-    ({"joiner": "decoder.onnx"}, "has the inputs .*encoded"), ({"decoder": "gone.onnx"}, "gone.onnx is missing"),
-    ({"joiner": "../joiner.onnx"}, "joiner is '../joiner.onnx'"), ({"context": 0}, "context is 0")])
-def test_a_bundle_whose_parts_do_not_fit_is_refused(tmp_path, change, message):
+@pytest.mark.parametrize("change, code", [
+    ({"context": 3}, "damaged-bundle"), ({"joint_size": 7}, "mismatched-bundle"),
+    ({"joiner": "decoder.onnx"}, "mismatched-bundle"), ({"decoder": "gone.onnx"}, "damaged-bundle"),
+    ({"joiner": "../joiner.onnx"}, "damaged-bundle"), ({"context": 0}, "damaged-bundle"),
+])
+def test_a_bundle_whose_parts_do_not_fit_is_refused(tmp_path, change, code):
     folder = bundles.change(bundles.make_transducer(tmp_path / "b", streams=False), **change)
-    with pytest.raises(SbkitError):
+    with refused(code):
         sbkit.infer.load(folder, device="cpu", threads=1)
 
 

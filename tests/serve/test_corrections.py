@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import serving
 import soundfile
+from refusals import refused
 from sounds import contained, speechlike
 
 from sbkit.cli import main
@@ -340,19 +341,15 @@ def test_words_that_no_correction_has_any_more_are_forgotten(tmp_path):
 ROW = {"id": "a", "audio_filepath": "clips/a.wav", "duration": 1.0, "text": "good"}
 
 
-@pytest.mark.parametrize("line, message", [
-    ("[" * 100_000, r"not JSON \(it is nested too deeply\)"),
-    (json.dumps(ROW)[:-1] + ', "x": ' + "[" * 90_000 + "]" * 90_000 + "}", "nested too deeply"),
-    (json.dumps(ROW | {"text": "a\0b"}), r"'text' has a character that can't be printed: 'a\\x00b'"),
-    (json.dumps(ROW | {"text": "a\x1b]0;b"}), r"'text' has a character that can't be printed"),
-    (json.dumps(ROW | {"heard": "a\ud800"}), r"'heard' has a character that can't be printed: 'a\\ud800'"),
-    ("\0" + json.dumps(ROW), "not JSON"), (json.dumps(ROW | {"text": 5}), "text is 5, and not a text"),
-    (json.dumps(ROW | {"id": []}), r"id is \[\], and not a text"), ("[1]", "not a JSON object"),
-    (json.dumps(ROW | {"id": "../../others"}), "can't be the name of a file"),
+@pytest.mark.parametrize("line", [
+    "[" * 100_000, json.dumps(ROW)[:-1] + ', "x": ' + "[" * 90_000 + "]" * 90_000 + "}",
+    json.dumps(ROW | {"text": "a\0b"}), json.dumps(ROW | {"text": "a\x1b]0;b"}), json.dumps(ROW | {"heard": "a\ud800"}),
+    "\0" + json.dumps(ROW), json.dumps(ROW | {"text": 5}), json.dumps(ROW | {"id": []}), "[1]",
+    json.dumps(ROW | {"id": "../../others"}),
 ])
-def test_a_line_that_nobody_should_have_written_is_named(tmp_path, line, message):
+def test_a_line_that_nobody_should_have_written_is_named(tmp_path, line):
     (tmp_path / "corrections.jsonl").write_text(f"{json.dumps(ROW | {'id': 'first'})}\n\n{line}\n")
-    with pytest.raises(SbkitError):
+    with refused("malformed-row"):
         Corrections(tmp_path, 1 << 20)
 
 

@@ -84,16 +84,17 @@ def test_samples_are_those_that_transcribe_hears(decoders, rate):
     np.testing.assert_array_equal(decode(decoders, data), np.concatenate(list(Recording(data).blocks(bundles.RATE))))
 
 
-@pytest.mark.parametrize("code, words", [
+@pytest.mark.parametrize("action, words", [
     ("os._exit(1)", "the decoder ended"), ("os.kill(os.getpid(), 11)", "the decoder ended"),
     ("time.sleep(60)", "took too long"), ("while True: pass", "the decoder ended|took too long"),
     ("return {'code': 'invalid_audio', 'message': str(len(bytearray(1 << 34)))}", "the decoder ended"),
     ("open('/proc/self/fd/%d' % args[1].fileno(), 'wb').write(bytes(1 << 28))", "the decoder ended"),
 ])
-def test_a_decoder_that_goes_wrong_is_replaced(started, tmp_path, code, words):
+def test_a_decoder_that_goes_wrong_is_replaced(started, tmp_path, action, words):
     restarts = []
-    decoders = started(lambda: restarts.append(1), acting(tmp_path, code), decode_seconds=1, max_audio_seconds=60)
-    with pytest.raises(ApiError) as error:
+    decoders = started(lambda: restarts.append(1), acting(tmp_path, action), decode_seconds=1,
+                       max_audio_seconds=60)
+    with pytest.raises(ApiError, match=words) as error:
         decode(decoders, serving.wav("a"))
     assert (error.value.status, error.value.code) == (400, "invalid_audio") and restarts == [1]
     assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
