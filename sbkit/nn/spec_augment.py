@@ -26,7 +26,7 @@ class SpecAugment(nn.Module):
         this many frames; 0: no warping.
     fill: the value of masked features: ``mean`` of the utterance, or ``zero``.
     ramp: ``[a, b]``: no masks while the model's score (see ``set_score``) is below ``a``, then wider ones as it rises,
-        and the full width from ``b`` on; ``null``: the full width from the first step.
+        and the full width from ``b`` on, which may equal ``a``; ``null``: the full width from the first step.
 
     >>> features = torch.randn(4, 100, 80)
     >>> SpecAugment()(features, torch.tensor([100, 80, 60, 3])).shape
@@ -65,10 +65,16 @@ class SpecAugment(nn.Module):
 
     def set_score(self, score: float) -> None:
         """Set the strength for a model's score, between 0 (chance) and 1 (no loss)."""
-        if self.ramp is not None:
-            begin, whole = self.ramp
-            strength = min(1.0, max(0.0, (score - begin) / (whole - begin))) if score < whole else 1.0
-            self._limits.write([self.time_share * strength, strength, self.time_warp * strength])
+        if self.ramp is None:
+            return
+        begin, full = self.ramp
+        if score < begin:
+            strength = 0.0
+        elif score < full:  # so begin is below full
+            strength = (score - begin) / (full - begin)
+        else:
+            strength = 1.0
+        self._limits.write([self.time_share * strength, strength, self.time_warp * strength])
 
     def forward(self, features: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Features ``[B, T, F]`` and frame counts ``[B]`` (None: all T) to ``[B, T, F]``; padding is unchanged."""

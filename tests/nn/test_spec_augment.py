@@ -20,6 +20,18 @@ def masked(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return before != after
 
 
+@pytest.mark.parametrize(("ramp", "strengths"), [
+    ([0.4, 0.8], [0.0, 0.0, 0.25, 1.0, 1.0]), ([0.5, 0.5], [0.0, 0.0, 1.0, 1.0, 1.0]), ([0.0, 0.0], [1.0] * 5),
+    ([1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 1.0]), (None, [1.0] * 5)])
+def test_masks_widen_along_the_ramp_which_may_be_a_single_step(ramp, strengths):
+    module = SpecAugment(ramp=ramp)
+    found = []
+    for score in (0.0, 0.4, 0.5, 0.8, 1.0):
+        module.set_score(score)
+        found.append(module.strength)
+    assert found == pytest.approx(strengths)
+
+
 def test_evaluation_changes_nothing():
     module, feats = SpecAugment(time_warp=5).eval(), features()
     assert module(feats, LENGTHS) is feats
