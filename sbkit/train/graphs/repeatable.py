@@ -7,11 +7,14 @@ calls in an attribute. What is known beforehand is asked here; the rest shows in
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch.optim import Optimizer
 
 from sbkit.errors import first_line
@@ -92,10 +95,43 @@ class HostState:
 
 
 def _comparable(value: object) -> object:
-    """Return a plain value itself, and of another object its identity and size: its tensors may change in place."""
+    """Return what tells whether a step has changed a value.
+
+    ===================================  ==========================================================================
+    a plain value                        the value itself
+    a random generator on the host       its identity and its state, which each draw changes
+    anything else                        its identity and, of a container, its size: its tensors may change in place
+    ===================================  ==========================================================================
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return id(value), len(value) if isinstance(value, (list, dict, set)) else 0
+    size = len(value) if isinstance(value, (list, dict, set)) else 0
+    return id(value), size, _generator_state(value)
+
+
+def _generator_state(value: object) -> object:
+    """Return the state of a generator that draws on the host, in values that can be compared; None of anything else.
+
+    A generator of a GPU has none here: torch itself refuses to capture draws from one that a graph doesn't know.
+    """
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist() if value.device.type == "cpu" else None
+    if isinstance(value, np.random.Generator):
+        return _as_comparable(value.bit_generator.state)
+    if isinstance(value, np.random.BitGenerator):
+        return _as_comparable(value.state)
+    if isinstance(value, np.random.RandomState):
+        return _as_comparable(value.get_state(legacy=False))
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
+        return value.getstate()
+    return None
+
+
+def _as_comparable(state: object) -> object:
+    """Return a state of numpy's, dicts of numbers and arrays, with lists instead of arrays, which ``==`` compares."""
+    if isinstance(state, dict):
+        return {name: _as_comparable(part) for name, part in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def root_of(error: BaseException) -> BaseException:
