@@ -1,5 +1,7 @@
 """The processes of a run: all that the rest of sbkit calls, by one name (``ranks.rank()``, ``ranks.run_on_main(...)``).
 
+Behind it are these files of its folder:
+
 ====================  ==============================================================================================
 ``place.py``          which process this is: its rank, and how many there are
 ``run_group.py``      the process group as one object, which is joined, met in, and left
@@ -11,6 +13,17 @@
 ``failures.py``       how the failure of one rank ends all: who writes which key, who reads it, and in what time
 ``ending.py``         how a process ends at once, after pending writes
 ``launcher.py``       how a process ends whose torchrun is gone
+====================  ==============================================================================================
+
+The others:
+
+====================  ==============================================================================================
+``parallel.py``       how ranks share a step: alone, with the whole model on each, or with a part of it on each
+``exchange.py``       how gradients are summed over ranks while backward computes
+``sharding.py``       large models: recomputed activations, and parameters that are sharded over ranks (FSDP2)
+``equality.py``       what keeps ranks equal besides that: rank 0's buffers, and a comparison of all bits
+``unreached.py``      the warning of parameters that the loss doesn't reach
+``local_ranks.py``    ranks on this machine's cores that a run starts by itself, without torchrun
 ====================  ==============================================================================================
 """
 
