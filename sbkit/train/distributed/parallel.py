@@ -23,7 +23,7 @@ from sbkit.train.distributed.exchange import GradientExchange
 if TYPE_CHECKING:
     from sbkit.train.distributed.sharding import ShardedModules
 
-LossFunction = Callable[[Any], Any]  # from a micro-batch of the recipe's class to a ``step.Computed``
+LossFunction = Callable[[Any], Any]  # from a micro-batch of the recipe's class to a ``loss.Computed``
 
 
 class Single:
