@@ -26,7 +26,6 @@ from sbkit.recipe.source import Findings
 MAX_BUCKETS = 6
 
 
-
 class Trial:
     """A Brain for trial steps on noise, and the sizes to try."""
 
