@@ -1,7 +1,7 @@
 """Updates of weights by compiled kernels, on CPUs: one pass over all gradients for their norm, and one that updates.
 
 A kernel takes all tensors of a list in one call. ``fit`` says whether it can; otherwise torch computes the same, in a
-pass for each operation.
+pass for each operation. The C functions are in ``sbkit/nn/native/update.h``; their arguments are above each call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,13 @@ def norm(grads: Sequence[Tensor]) -> float:
     """Return the norm of all gradients as one vector."""
     blocks = _Blocks(grads)
     sums = (c_double * blocks.count)()
-    library.call("sum_squares", torch.float32, _addresses(grads), sums, *blocks.arguments)
+    # sum_squares(tensors, out, lengths, starts, count, threads)
+    library.call(
+        "sum_squares", torch.float32,
+        tensors=_addresses(grads),
+        out=sums,
+        **blocks.arguments,
+    )
     return math.sqrt(sum(sums))
 
 
@@ -64,9 +70,18 @@ def move_momenta(grads: Sequence[Tensor], momenta: Sequence[Tensor], ahead: Sequ
         ``tiny`` if that is larger
     """
     blocks = _Blocks(grads)
-    sums = (c_double * blocks.count)()
-    library.call("momentum", dtype, _addresses(grads), _addresses(momenta), _addresses(ahead), divisor, momentum, tiny,
-                 sums, *blocks.arguments)
+    # momentum(grads, moments, ahead, divisor, momentum, tiny, sums, lengths, starts, count, threads)
+    library.call(
+        "momentum", dtype,
+        grads=_addresses(grads),
+        moments=_addresses(momenta),
+        ahead=_addresses(ahead),
+        divisor=divisor,
+        momentum=momentum,
+        tiny=tiny,
+        sums=(c_double * blocks.count)(),
+        **blocks.arguments,
+    )
 
 
 def move_weights(weights: Sequence[Tensor], updates: Sequence[Tensor | None], factors: Sequence[float],
@@ -77,30 +92,68 @@ def move_weights(weights: Sequence[Tensor], updates: Sequence[Tensor | None], fa
     directions : where directions are stored; None for a weight whose direction is not
     """
     assert all(update is None or (update.dtype == dtype and update.is_contiguous()) for update in updates)
-    library.call("move", dtype, _addresses(weights), _addresses(updates), (c_float * len(factors))(*factors),
-                 _addresses(directions), keep, step, *_Blocks(weights).arguments)
+    blocks = _Blocks(weights)
+    # move(weights, updates, factors, directions, keep, step, lengths, starts, count, threads)
+    library.call(
+        "move", dtype,
+        weights=_addresses(weights),
+        updates=_addresses(updates),
+        factors=(c_float * len(factors))(*factors),
+        directions=_addresses(directions),
+        keep=keep,
+        step=step,
+        **blocks.arguments,
+    )
     torch.autograd.graph.increment_version(weights)  # so that a backward through earlier values is an error
 
 
 def adamw(weights: Sequence[Tensor], states: Sequence[dict[str, Any]], grads: Sequence[Tensor], divisor: float,
           lr: float, betas: tuple[float, float], weight_decay: float, eps: float) -> None:
     """Take a step of AdamW on gradients that are to be divided by ``divisor``."""
-    columns = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
-    library.call("adamw", torch.float32, *map(_addresses, (weights, grads, *columns)), divisor, lr, *betas,
-                 weight_decay, eps, *_Blocks(weights).arguments)
+    beta1, beta2 = betas
+    blocks = _Blocks(weights)
+    # adamw(weights, grads, means, variances, steps, divisor, lr, beta1, beta2, decay, eps,
+    #       lengths, starts, count, threads)
+    library.call(
+        "adamw", torch.float32,
+        weights=_addresses(weights),
+        grads=_addresses(grads),
+        means=_addresses([state["exp_avg"] for state in states]),
+        variances=_addresses([state["exp_avg_sq"] for state in states]),
+        steps=_addresses([state["step"] for state in states]),
+        divisor=divisor,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        decay=weight_decay,
+        eps=eps,
+        **blocks.arguments,
+    )
     torch.autograd.graph.increment_version(weights)
 
 
 class _Blocks:
-    """The blocks that kernels divide tensors into, among threads."""
+    """The blocks of up to ``BLOCK`` values that kernels divide a list of tensors into, among threads.
+
+    With a BLOCK of 4096, tensors of 5000, 0 and 10 values have 2, 0 and 1 blocks, so they start at block 0, 2 and 2:
+
+        lengths = 5000, 0, 10        starts = 0, 2, 2, 3        count = 3 tensors
+    """
 
     def __init__(self, tensors: Sequence[Tensor]):
         lengths = [tensor.numel() for tensor in tensors]
         starts = [0, *accumulate(-(-length // library.BLOCK) for length in lengths)]
         self.count = starts[-1]
-        self.arguments = ((c_int64 * len(lengths))(*lengths), (c_int64 * len(starts))(*starts), len(lengths),
-                          torch.get_num_threads())
+        """The number of blocks of all tensors."""
+        self.arguments: dict[str, Any] = {
+            "lengths": (c_int64 * len(lengths))(*lengths),
+            "starts": (c_int64 * len(starts))(*starts),
+            "count": len(lengths),
+            "threads": torch.get_num_threads(),
+        }
+        """What every kernel over a list of tensors takes."""
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> Any:  # an array of ctypes, whose type has no name
+    """Return an array of the addresses of tensors' values, null for None."""
     return (c_void_p * len(tensors))(*[None if tensor is None else tensor.data_ptr() for tensor in tensors])

@@ -92,7 +92,7 @@ def test_the_compiled_kernels_train_it_as_torch_does(precision, monkeypatch):
         (out.float() ** 2).mean().backward()
         return [out.float(), *(p.grad.clone() for p in layer.parameters())]
 
-    with mock.patch.object(fused, "call", wraps=fused.call) as calls:
+    with mock.patch.object(library, "call", wraps=library.call) as calls:
         fast = trained()
     assert {call.args[0] for call in calls.mock_calls} == {"norm_forward", "norm_backward"}
     monkeypatch.setattr(fused, "precision", lambda x: None)

@@ -12,7 +12,6 @@ from speechbrain.lobes.models.transformer.TransformerASR import make_transformer
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 
 from sbkit.nn.accelerate import accelerate
-from sbkit.nn.fast import fused
 from sbkit.nn.native import library
 from tests.nn.conformer_layers import encoder, padding
 
@@ -82,10 +81,15 @@ def test_whole_utterances_in_chunks_are_speechbrains(attention, by_kernels, fram
        dropout=st.sampled_from([0.0, 0.2]), attention=st.sampled_from(["RoPEMHA", "RelPosMHAXL"]))
 def test_padded_batches_by_kernels_are_torchs_with_the_same_dropout(lengths, size, left, dropout, attention):
     compiled()
-    module, calls, call = encoder(dropout=dropout, attention_type=attention), [], fused.call
+    module, calls, call = encoder(dropout=dropout, attention_type=attention), [], library.call
     x, config, keys = torch.randn(len(lengths), max(lengths), WIDTH), DynChunkTrainConfig(size, left), padding(*lengths)
+
+    def recorded(kernel, dtype, /, **arguments):
+        calls.append(kernel)
+        call(kernel, dtype, **arguments)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "call", lambda name, *rest: (calls.append(name), call(name, *rest)))
+        patch.setattr(library, "call", recorded)
         ours = outcome(module, x, config, keys)
     assert {"softmax_forward", "softmax_backward", "depthwise_forward", "depthwise_backward"} <= set(calls)
     library.unload()

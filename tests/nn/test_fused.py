@@ -1,9 +1,11 @@
 """A Conformer's layers by compiled kernels against the same layers by torch's, with the same dropout masks."""
 
 import copy
+import ctypes
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sbkit.nn import accelerate as accelerating
 from sbkit.nn.accelerate import accelerate, compile_kernels
-from sbkit.nn.fast import fused
+from sbkit.nn.fast import conformer, fused
 from sbkit.nn.native import library
 from sbkit.system import disk
 from tests.nn.conformer_layers import encoder, padding
@@ -55,9 +57,14 @@ def step(module, x, mask, amp=False, recomputed=False):
     """The same, with kernels or without as it now is."""
     module.zero_grad()
     x = x.clone().requires_grad_()
-    calls, plain_call = [], fused.call
+    calls, plain_call = [], library.call
+
+    def recorded(kernel, dtype, /, **arguments):
+        calls.append(kernel)
+        plain_call(kernel, dtype, **arguments)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "call", lambda name, *rest: (calls.append(name), plain_call(name, *rest)))
+        patch.setattr(library, "call", recorded)
         torch.manual_seed(7)
 
         def run(x):
@@ -250,6 +257,79 @@ def test_positions_of_another_shape_are_what_they_are_to_torch(given):
     assert_alike(lambda: layer(x, pos_embs=embeddings)[0])
 
 
+@pytest.fixture
+def refusals(caplog):
+    """The lines of the log that say why a part of a layer is computed by torch."""
+    conformer._log_refusal.cache_clear()
+    caplog.set_level(logging.INFO, conformer.logger.name)
+    yield lambda: [record.getMessage() for record in caplog.records if record.name == conformer.logger.name]
+    conformer._log_refusal.cache_clear()
+
+
+@pytest.mark.parametrize(("options", "part", "reason"), [
+    ({"kernel_size": 5, "causal": True}, "convolution module", "it is causal"),
+    ({"activation": nn.GELU}, "feed-forward module", "a layer is of a class that they don't know"),
+    ({"dropout": 0.001}, "attention", "its share of dropout is too close to 0 or 1, or it works in place"),
+    ({"bias": False}, "convolution module", conformer._CHANGED)])
+def test_the_log_says_once_why_torch_computes_a_part(options, part, reason, refusals):
+    module, x = encoder(**options), torch.randn(2, 11, 16)
+    for _ in range(2):
+        outcome(module, x, padding(11, 6))
+    line = f"sbkit's compiled kernels don't compute the {part} of a Conformer layer, torch does: {reason}"
+    assert refusals().count(line) == 1
+
+
+def test_the_log_says_nothing_where_kernels_compute_all_or_are_not_used(refusals):
+    module, x = encoder(), torch.randn(2, 11, 16)
+    outcome(module, x, padding(11, 6))
+    outcome(encoder(activation=nn.GELU), x, padding(11, 6), by_kernels=False)
+    assert refusals() == []
+
+
+def refusal_of_attention(kind, change=lambda layer: None, embeddings=(1, 17, 16), **masks):
+    layer, x = encoder(attention_type=kind).layers[0], torch.randn(2, 9, 16)
+    change(layer)
+    positions = torch.randn(embeddings) if kind == "RelPosMHAXL" else None
+    return conformer.attention_refusal(layer.mha_layer, layer.norm1, x, masks.get("mask"), masks.get("keys"), positions)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_each_reason_against_attention_by_kernels_is_given(kind):
+    def of_mha(**values):
+        return lambda layer: vars(layer.mha_layer).update(values)
+
+    assert refusal_of_attention(kind) is None
+    assert refusal_of_attention(kind, of_mha(_qkv_same_embed_dim=False)) == \
+        "queries, keys and values have weights of their own"
+    assert refusal_of_attention(kind, of_mha(vbias=True)) == "values have a bias"
+    assert refusal_of_attention(kind, of_mha(dropout=0.001)) == conformer._OTHER_DROPOUT
+    assert refusal_of_attention(kind, lambda layer: setattr(layer.mha_layer, "out_proj", nn.Identity())) == \
+        "out_proj is a Identity, not a Linear"
+    assert refusal_of_attention(kind, lambda layer: setattr(layer, "norm1", nn.LayerNorm(16))) == conformer._OTHER_NORM
+    assert refusal_of_attention(kind, lambda layer: shaped("in_proj_weight", 40, 16)(layer.mha_layer)) == \
+        "in_proj_weight is not [48, 16]"
+    assert refusal_of_attention(kind, lambda layer: layer.double()) == conformer._CHANGED
+    assert refusal_of_attention(kind, keys=torch.zeros(2, 8, dtype=torch.bool)) == \
+        "the mask of padding is not a boolean tensor [B, T] on the CPU"
+    assert refusal_of_attention(kind, mask=torch.zeros(9, 9)) == \
+        "the mask of pairs of frames is not a boolean tensor [T, T] on the CPU"
+
+
+def test_each_reason_against_positions_by_kernels_is_given():
+    assert refusal_of_attention("RoPEMHA", lambda layer: vars(layer.mha_layer).update(head_dim=7)) == \
+        "heads have an odd number of features, which can't be rotated"
+    assert refusal_of_attention("RelPosMHAXL", embeddings=(1, 16, 16)) == \
+        "the embeddings of relative positions are not a tensor [1, 2 T - 1, D]"
+    assert refusal_of_attention("RelPosMHAXL", lambda layer: shaped("pos_bias_u", 8)(layer.mha_layer)) == \
+        "pos_bias_u or pos_bias_v doesn't have 16 values"
+    x = torch.randn(2, 9, 16)
+    assert conformer.projection_refusal(torch.randn(1, 17, 16), x, torch.float32) is None
+    assert conformer.projection_refusal(torch.randn(1, 17, 8), x, torch.float32) == \
+        "linear_pos doesn't return a tensor [1, 2 T - 1, D]"
+    assert conformer.projection_refusal(torch.randn(1, 17, 16).double(), x, torch.float32) == \
+        "linear_pos returns torch.float64 on cpu"
+
+
 def test_positions_that_are_learnt_and_hooked_get_their_gradient():
     layer, x = encoder(attention_type="RelPosMHAXL").layers[0], torch.randn(2, 9, 16)
     layer.mha_layer.linear_pos.register_forward_hook(lambda layer, args, out: 2 * out)
@@ -390,14 +470,35 @@ def test_what_comes_out_has_the_type_that_torch_gives_it(given):
 
 def test_a_kernel_refuses_what_it_would_misread():
     good = torch.zeros(4, 8)
+    rest = {"bias": good, "skip": None, "out": good, "rows": 4, "columns": 4, "threads": 1}
     for bad in (good.double(), good.t(), good.to("meta"), good[:, ::2]):
         with pytest.raises(TypeError, match="no kernel takes"):
-            library.call("glu_forward", torch.float32, bad, good, None, good, 4, 4, 1)
+            library.call("glu_forward", torch.float32, x=bad, **rest)
     with FakeTensorMode():
         bad = torch.zeros(4, 8)
     with refused("fake-tensor") as told:
-        library.call("glu_forward", torch.float32, bad, good, None, good, 4, 4, 1)
+        library.call("glu_forward", torch.float32, x=bad, **rest)
     assert "registered buffer" in told.value.hint
+    with pytest.raises(AssertionError, match="takes x, bias, skip, out, rows, columns, threads, and got bias, skip"):
+        library.call("glu_forward", torch.float32, **rest)
+
+
+#: A C type without its qualifiers, to the type that ctypes converts to.
+C_TYPES = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double,
+           "Dropout *": ctypes.POINTER(library.DropoutStruct)}
+
+
+def test_kernels_get_the_arguments_of_their_c_functions_in_the_order_there():
+    declared = {}
+    for source in library.SOURCES:
+        for name, listed in re.findall(r"^API void OUT\((\w+)\)\((.*?)\) \{", source.read_text(), re.M | re.S):
+            arguments = {}
+            for argument in listed.split(","):
+                kind, label = re.fullmatch(r"\s*(.*?)(\w+)", argument, re.S).groups()
+                kind = " ".join(re.sub(r"\b(const|restrict)\b", " ", kind).split())
+                arguments[label] = C_TYPES.get(kind, ctypes.c_void_p if "*" in kind else None)
+            declared[name] = list(arguments.items())
+    assert declared == {name: list(arguments.items()) for name, arguments in library.KERNELS.items()}
 
 
 @pytest.fixture

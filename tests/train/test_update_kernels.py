@@ -95,8 +95,13 @@ def assert_close(ours, theirs, **tolerances):
 
 def counted(monkeypatch):
     """The names of the kernels that are called from now on."""
-    calls = []
-    monkeypatch.setattr(library, "call", lambda name, *rest, call=library.call: (calls.append(name), call(name, *rest)))
+    calls, plain_call = [], library.call
+
+    def recorded(kernel, dtype, /, **arguments):
+        calls.append(kernel)
+        plain_call(kernel, dtype, **arguments)
+
+    monkeypatch.setattr(library, "call", recorded)
     return calls
 
 

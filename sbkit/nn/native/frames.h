@@ -123,48 +123,48 @@ API void OUT(heads_backward)(const T *restrict query, const T *restrict key, con
 }
 
 /* Splits rows as heads_forward does, for relative positions: without rotation, and with a bias [heads, size] added to
-   queries: near in query, for the scores of keys, and far in away [heads, utterances, frames, size], for those of
-   distances. */
-API void OUT(relative_forward)(const T *restrict x, const float *restrict near, const float *restrict far, float scale,
-                               T *restrict query, T *restrict away, T *restrict key, T *restrict value, int64_t heads,
-                               int64_t frames, int64_t rows, int64_t size, int threads) {
+   queries: bias_u in query, for the scores of keys, and bias_v in query_v [heads, utterances, frames, size], for those
+   of positions. query_v has the heads first, so that one matrix product a head takes the frames of all utterances. */
+API void OUT(relative_forward)(const T *restrict x, const float *restrict bias_u, const float *restrict bias_v,
+                               float scale, T *restrict query, T *restrict query_v, T *restrict key, T *restrict value,
+                               int64_t heads, int64_t frames, int64_t rows, int64_t size, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < rows; i++)
         for (int64_t h = 0; h < heads; h++) {
             const T *restrict q = x + (i * heads + h) * 3 * size;
-            const float *restrict u = near + h * size, *restrict v = far + h * size;
+            const float *restrict u = bias_u + h * size, *restrict v = bias_v + h * size;
             const int64_t at = ((i / frames * heads + h) * frames + i % frames) * size;
             const int64_t apart = (h * rows + i) * size;
 #pragma omp simd
             for (int64_t j = 0; j < size; j++) {
                 query[at + j] = STORE((LOAD(q[j]) + u[j]) * scale);
-                away[apart + j] = STORE((LOAD(q[j]) + v[j]) * scale);
+                query_v[apart + j] = STORE((LOAD(q[j]) + v[j]) * scale);
             }
             memcpy(key + at, q + size, size * sizeof(T));
             memcpy(value + at, q + 2 * size, size * sizeof(T));
         }
 }
 
-/* Gradients of relative_forward: to becomes that of x, the first row of sums [threads, 2, heads, size] those of near
-   and far. */
-API void OUT(relative_backward)(const T *restrict query, const T *restrict away, const T *restrict key,
+/* Gradients of relative_forward: to becomes that of x, the first row of sums [threads, 2, heads, size] those of bias_u
+   and bias_v. */
+API void OUT(relative_backward)(const T *restrict query, const T *restrict query_v, const T *restrict key,
                                 const T *restrict value, float scale, T *restrict to, float *restrict sums,
                                 int64_t heads, int64_t frames, int64_t rows, int64_t size, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         int64_t first, end;
-        float *restrict of_near = sums + omp_get_thread_num() * 2 * heads * size;
-        float *restrict of_far = of_near + heads * size;
+        float *restrict of_bias_u = sums + omp_get_thread_num() * 2 * heads * size;
+        float *restrict of_bias_v = of_bias_u + heads * size;
         share(rows, &first, &end);
         for (int64_t i = first; i < end; i++)
             for (int64_t h = 0; h < heads; h++) {
                 T *restrict q = to + (i * heads + h) * 3 * size;
-                float *restrict u = of_near + h * size, *restrict v = of_far + h * size;
+                float *restrict u = of_bias_u + h * size, *restrict v = of_bias_v + h * size;
                 const int64_t at = ((i / frames * heads + h) * frames + i % frames) * size;
                 const int64_t apart = (h * rows + i) * size;
 #pragma omp simd
                 for (int64_t j = 0; j < size; j++) {
-                    const float one = LOAD(query[at + j]) * scale, other = LOAD(away[apart + j]) * scale;
+                    const float one = LOAD(query[at + j]) * scale, other = LOAD(query_v[apart + j]) * scale;
                     u[j] += one;
                     v[j] += other;
                     q[j] = STORE(one + other);
@@ -176,8 +176,9 @@ API void OUT(relative_backward)(const T *restrict query, const T *restrict away,
     gather(sums, 2 * heads * size, threads);
 }
 
-/* The offset of row i of scores [utterances, heads, columns, columns] in the scores of distances [heads, utterances,
-   columns, 2 * columns - 1]; rows of later frames start further to the left. */
+/* Where the values for row i of scores [utterances, heads, columns, columns] begin in position_scores [heads,
+   utterances, columns, 2 * columns - 1]. There column m is for keys m - (columns - 1) frames behind a row's own. So the
+   values for keys 0, 1, ... begin at column columns - 1 - frame: rows of later frames begin further to the left. */
 static inline int64_t OUT(shifted)(int64_t i, int64_t heads, int64_t rows, int64_t columns) {
     const int64_t frame = i % columns, head = i / columns % heads, utterance = i / columns / heads;
     return (head * (rows / heads) + utterance * columns + frame) * (2 * columns - 1) + columns - 1 - frame;
@@ -193,13 +194,13 @@ static inline void OUT(narrow)(const uint8_t *restrict mask, int64_t *low, int64
     *high = end;
 }
 
-/* Replaces rows of scores [utterances, heads, columns, columns], plus distances if not null, by their softmax; out gets
-   the softmax with dropout. skip has a row for each utterance, pairs [columns, columns] one for each frame: columns
-   where one of them is 1 get weight 0, or equal weights if all are masked. */
-API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, const uint8_t *restrict skip,
-                              const uint8_t *restrict pairs, const Dropout *from, T *restrict out, int64_t heads,
+/* Replaces rows of scores [utterances, heads, columns, columns], plus position_scores if not null (see shifted), by
+   their softmax; out gets the softmax with dropout. skip has a row for each utterance, pairs [columns, columns] one for
+   each frame: columns where one of them is 1 get weight 0, or equal weights if all are masked. */
+API void OUT(softmax_forward)(T *restrict scores, const T *restrict position_scores, const uint8_t *restrict skip,
+                              const uint8_t *restrict pairs, const Dropout *dropout, T *restrict out, int64_t heads,
                               int64_t rows, int64_t columns, int threads) {
-    const Dropout drop = *from;
+    const Dropout drop = *dropout;
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < rows; i++) {
         float row[WIDEST];
@@ -208,8 +209,8 @@ API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, c
         float most = -1e30f, sum = 0;
         const uint8_t *restrict beyond = pairs ? pairs + i % columns * columns : NULL;
         if (beyond) OUT(narrow)(beyond, &low, &high);
-        if (distances) {
-            const T *restrict add = distances + OUT(shifted)(i, heads, rows, columns);
+        if (position_scores) {
+            const T *restrict add = position_scores + OUT(shifted)(i, heads, rows, columns);
 #pragma omp simd
             for (int64_t j = low; j < high; j++) row[j] = LOAD(scores[at + j]) + LOAD(add[j]);
         } else {
@@ -252,11 +253,13 @@ API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, c
     }
 }
 
-/* Gradients of softmax_forward: grad becomes that of scores and, if not null, distances that of distances, with 0 in
-   all other columns; out gets the softmax with dropout again. */
-API void OUT(softmax_backward)(T *restrict grad, const T *restrict weights, const Dropout *from, T *restrict out,
-                               T *restrict distances, int64_t heads, int64_t rows, int64_t columns, int threads) {
-    const Dropout drop = *from;
+/* Gradients of softmax_forward: grad, at first that of its out, becomes that of scores. If not null, position_scores
+   becomes the gradient of the tensor of this name there: each row of grad at the columns that were added to it, and 0
+   in all others. out gets the softmax with dropout again. */
+API void OUT(softmax_backward)(T *restrict grad, const T *restrict weights, const Dropout *dropout, T *restrict out,
+                               T *restrict position_scores, int64_t heads, int64_t rows, int64_t columns,
+                               int threads) {
+    const Dropout drop = *dropout;
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < rows; i++) {
         float row[WIDEST], down[WIDEST];
@@ -272,9 +275,9 @@ API void OUT(softmax_backward)(T *restrict grad, const T *restrict weights, cons
         }
 #pragma omp simd
         for (int64_t j = 0; j < columns; j++) grad[at + j] = STORE(row[j] * (down[j] - along));
-        if (distances) {
+        if (position_scores) {
             const int64_t frame = i % columns;
-            T *restrict to = distances + OUT(shifted)(i, heads, rows, columns);
+            T *restrict to = position_scores + OUT(shifted)(i, heads, rows, columns);
             memset(to - (columns - 1 - frame), 0, (columns - 1 - frame) * sizeof(T));
             memcpy(to, grad + at, columns * sizeof(T));
             memset(to + columns, 0, frame * sizeof(T));

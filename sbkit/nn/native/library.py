@@ -37,36 +37,60 @@ class DropoutStruct(Structure):
     _fields_ = [("one", c_void_p), ("other", c_void_p), ("odd", c_int32), ("lowest", c_int32), ("factor", c_float)]
 
 
+#: A kernel's arguments in the order of its C function: the name there, and the type.
+Arguments = dict[str, Any]
+
+_P = c_void_p  # the address of a tensor's values, or null
 _DROP = POINTER(DropoutStruct)
 # What kernels over rows take, before the numbers of rows, columns and threads.
-_OF_ROWS: dict[str, list[Any]] = {
-    "norm_forward": [c_void_p, c_int, c_void_p, c_void_p, c_float, c_int, c_float, _DROP, *[c_void_p] * 3],
-    "norm_backward": [*[c_void_p] * 2, c_int, c_void_p, c_void_p, c_int, c_float, _DROP, *[c_void_p] * 5],
-    "silu_forward": [c_void_p, c_void_p, _DROP, c_void_p],
-    "silu_backward": [*[c_void_p] * 3, _DROP, c_void_p],
-    "add_forward": [*[c_void_p] * 3, c_float, c_void_p, _DROP, c_void_p],
-    "add_backward": [c_void_p, c_float, c_void_p, _DROP, c_void_p, c_void_p],
-    "glu_forward": [c_void_p] * 4,
-    "glu_backward": [c_void_p] * 6,
-    "depthwise_forward": [*[c_void_p] * 4, c_int, c_int64, c_int64],
-    "depthwise_backward": [*[c_void_p] * 5, c_int, c_int64, c_int64],
-    "heads_forward": [*[c_void_p] * 3, c_float, *[c_void_p] * 3, c_int64, c_int64],
-    "heads_backward": [*[c_void_p] * 5, c_float, c_void_p, c_int64, c_int64],
-    "relative_forward": [*[c_void_p] * 3, c_float, *[c_void_p] * 4, c_int64, c_int64],
-    "relative_backward": [*[c_void_p] * 4, c_float, c_void_p, c_void_p, c_int64, c_int64],
-    "softmax_forward": [*[c_void_p] * 4, _DROP, c_void_p, c_int64],
-    "softmax_backward": [*[c_void_p] * 2, _DROP, c_void_p, c_void_p, c_int64],
+_OF_ROWS: dict[str, Arguments] = {
+    "norm_forward": {"x": _P, "narrow": c_int, "gain": _P, "shift": _P, "eps": c_float, "smooth": c_int,
+                     "slope": c_float, "dropout": _DROP, "out": _P, "mean": _P, "rstd": _P},
+    "norm_backward": {"grad": _P, "x": _P, "narrow": c_int, "gain": _P, "shift": _P, "smooth": c_int, "slope": c_float,
+                      "dropout": _DROP, "mean": _P, "rstd": _P, "add": _P, "to": _P, "sums": _P},
+    "silu_forward": {"x": _P, "bias": _P, "dropout": _DROP, "out": _P},
+    "silu_backward": {"grad": _P, "x": _P, "bias": _P, "dropout": _DROP, "sums": _P},
+    "add_forward": {"x": _P, "branch": _P, "bias": _P, "weight": c_float, "skip": _P, "dropout": _DROP, "out": _P},
+    "add_backward": {"grad": _P, "weight": c_float, "skip": _P, "dropout": _DROP, "to": _P, "sums": _P},
+    "glu_forward": {"x": _P, "bias": _P, "skip": _P, "out": _P},
+    "glu_backward": {"grad": _P, "x": _P, "bias": _P, "skip": _P, "to": _P, "sums": _P},
+    "depthwise_forward": {"x": _P, "kernel": _P, "bias": _P, "out": _P, "taps": c_int, "chunk": c_int64,
+                          "frames": c_int64},
+    "depthwise_backward": {"grad": _P, "x": _P, "kernel": _P, "to": _P, "sums": _P, "taps": c_int, "chunk": c_int64,
+                           "frames": c_int64},
+    "softmax_forward": {"scores": _P, "position_scores": _P, "skip": _P, "pairs": _P, "dropout": _DROP, "out": _P,
+                        "heads": c_int64},
+    "softmax_backward": {"grad": _P, "weights": _P, "dropout": _DROP, "out": _P, "position_scores": _P,
+                         "heads": c_int64},
 }
-# What kernels over lists of tensors take, before lengths, starts, and the numbers of tensors and threads.
-_OF_TENSORS: dict[str, list[Any]] = {
-    "sum_squares": [c_void_p, c_void_p],
-    "momentum": [*[c_void_p] * 3, c_float, c_double, c_double, c_void_p],
-    "move": [*[c_void_p] * 4, c_float, c_float],
-    "adamw": [*[c_void_p] * 5, c_float, *[c_double] * 5],
+# The same of kernels that split rows into heads, before the numbers of rows, columns of a head, and threads.
+_OF_HEADS: dict[str, Arguments] = {
+    "heads_forward": {"x": _P, "cosines": _P, "sines": _P, "scale": c_float, "query": _P, "key": _P, "value": _P,
+                      "heads": c_int64, "frames": c_int64},
+    "heads_backward": {"query": _P, "key": _P, "value": _P, "cosines": _P, "sines": _P, "scale": c_float, "to": _P,
+                       "heads": c_int64, "frames": c_int64},
+    "relative_forward": {"x": _P, "bias_u": _P, "bias_v": _P, "scale": c_float, "query": _P, "query_v": _P, "key": _P,
+                         "value": _P, "heads": c_int64, "frames": c_int64},
+    "relative_backward": {"query": _P, "query_v": _P, "key": _P, "value": _P, "scale": c_float, "to": _P, "sums": _P,
+                          "heads": c_int64, "frames": c_int64},
 }
-_ARGUMENTS: dict[str, list[Any]] = {
-    **{name: [*arguments, c_int64, c_int64, c_int] for name, arguments in _OF_ROWS.items()},
-    **{name: [*arguments, c_void_p, c_void_p, c_int64, c_int] for name, arguments in _OF_TENSORS.items()}}
+# What kernels over lists of tensors take, before what says how these are divided into blocks.
+_OF_TENSORS: dict[str, Arguments] = {
+    "sum_squares": {"tensors": _P, "out": _P},
+    "momentum": {"grads": _P, "moments": _P, "ahead": _P, "divisor": c_float, "momentum": c_double, "tiny": c_double,
+                 "sums": _P},
+    "move": {"weights": _P, "updates": _P, "factors": _P, "directions": _P, "keep": c_float, "step": c_float},
+    "adamw": {"weights": _P, "grads": _P, "means": _P, "variances": _P, "steps": _P, "divisor": c_float,
+              "lr": c_double, "beta1": c_double, "beta2": c_double, "decay": c_double, "eps": c_double},
+}
+_ROWS: Arguments = {"rows": c_int64, "columns": c_int64, "threads": c_int}
+_HEADS: Arguments = {"rows": c_int64, "size": c_int64, "threads": c_int}
+_BLOCKS: Arguments = {"lengths": _P, "starts": _P, "count": c_int64, "threads": c_int}
+#: All kernels by name.
+KERNELS: dict[str, Arguments] = {
+    **{kernel: {**arguments, **_ROWS} for kernel, arguments in _OF_ROWS.items()},
+    **{kernel: {**arguments, **_HEADS} for kernel, arguments in _OF_HEADS.items()},
+    **{kernel: {**arguments, **_BLOCKS} for kernel, arguments in _OF_TENSORS.items()}}
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 _functions: dict[tuple[str, torch.dtype], Any] = {}
@@ -92,10 +116,11 @@ def load() -> str | None:
                  "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))]
         library = ctypes.CDLL(str(cached_library(parts, lambda folder: _compile(compiler, runtime, folder))))
         functions = {}
-        for name, arguments in _ARGUMENTS.items():
+        for name, arguments in KERNELS.items():
             for dtype, suffix in _SUFFIX.items():
                 function = getattr(library, f"{name}_{suffix}")
-                function.argtypes, function.restype = arguments, None
+                function.argtypes = list(arguments.values())
+                function.restype = None
                 functions[name, dtype] = function
     except Exception as error:  # the kernels are optional, so no failure may end a run
         return str(error) or type(error).__name__
@@ -126,10 +151,16 @@ def loaded() -> bool:
     return bool(_functions)
 
 
-def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
-    """Run a kernel for activations of ``dtype``; tensors among the arguments are passed as addresses."""
-    addresses = []
-    for x in arguments:
+def call(kernel: str, dtype: torch.dtype, /, **arguments: Any) -> None:
+    """Run a kernel for activations of ``dtype``.
+
+    arguments : all those of its C function, by the names that they have there; of a tensor it gets the address
+    """
+    names = KERNELS[kernel]
+    assert arguments.keys() == names.keys(), f"{kernel} takes {', '.join(names)}, and got {', '.join(arguments)}"
+    in_order = []
+    for name in names:
+        x = arguments[name]
         if isinstance(x, torch.Tensor):
             if not x.is_cpu or not x.is_contiguous() or x.dtype not in (dtype, torch.float32, torch.uint8):
                 raise TypeError(f"no kernel takes a tensor on {x.device} in {x.dtype} with strides {x.stride()}")
@@ -140,8 +171,8 @@ def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
                                  hint="your own code keeps tensors from one forward to the next, in a list or an "
                                  "object; keep them in a registered buffer, or in an attribute of the Brain")
             x = x.data_ptr()
-        addresses.append(x)
-    _functions[name, dtype](*addresses)
+        in_order.append(x)
+    _functions[kernel, dtype](*in_order)
 
 
 def _compile(compiler: str, runtime: Path, folder: Path) -> Path:

@@ -3,9 +3,9 @@
 /* out = dropout(activation(normalised x * gain + shift)); x is float, or T if narrow. The activation is SiLU if smooth,
    otherwise negative values are multiplied by slope. mean and rstd are kept for backward. */
 API void OUT(norm_forward)(const void *x, int narrow, const float *restrict gain, const float *restrict shift,
-                           float eps, int smooth, float slope, const Dropout *from, T *restrict out,
+                           float eps, int smooth, float slope, const Dropout *dropout, T *restrict out,
                            float *restrict mean, float *restrict rstd, int64_t rows, int64_t columns, int threads) {
-    const Dropout drop = *from;
+    const Dropout drop = *dropout;
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < rows; i++) {
         float row[WIDEST];
@@ -45,10 +45,10 @@ API void OUT(norm_forward)(const void *x, int narrow, const float *restrict gain
 /* Gradients of norm_forward: to, float or T if narrow, becomes the gradient of x, plus add if that is not null. The
    first row of sums [threads, 2, columns] becomes the gradients of gain and shift. */
 API void OUT(norm_backward)(const T *restrict grad, const void *x, int narrow, const float *restrict gain,
-                            const float *restrict shift, int smooth, float slope, const Dropout *from,
+                            const float *restrict shift, int smooth, float slope, const Dropout *dropout,
                             const float *restrict mean, const float *restrict rstd, const float *restrict add,
                             void *to, float *restrict sums, int64_t rows, int64_t columns, int threads) {
-    const Dropout drop = *from;
+    const Dropout drop = *dropout;
 #pragma omp parallel num_threads(threads)
     {
         int64_t first, end;
@@ -103,9 +103,9 @@ API void OUT(norm_backward)(const T *restrict grad, const void *x, int narrow, c
 }
 
 /* out = dropout(SiLU(x + bias)). */
-API void OUT(silu_forward)(const T *restrict x, const float *restrict bias, const Dropout *from, T *restrict out,
+API void OUT(silu_forward)(const T *restrict x, const float *restrict bias, const Dropout *dropout, T *restrict out,
                            int64_t rows, int64_t columns, int threads) {
-    const Dropout drop = *from;
+    const Dropout drop = *dropout;
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < rows; i++) {
         const int64_t at = i * columns;
@@ -120,9 +120,9 @@ API void OUT(silu_forward)(const T *restrict x, const float *restrict bias, cons
 }
 
 /* Gradients of silu_forward: grad becomes the gradient of x, the first row of sums [threads, columns] that of bias. */
-API void OUT(silu_backward)(T *restrict grad, const T *restrict x, const float *restrict bias, const Dropout *from,
+API void OUT(silu_backward)(T *restrict grad, const T *restrict x, const float *restrict bias, const Dropout *dropout,
                             float *restrict sums, int64_t rows, int64_t columns, int threads) {
-    const Dropout drop = *from;
+    const Dropout drop = *dropout;
 #pragma omp parallel num_threads(threads)
     {
         int64_t first, end;
@@ -142,11 +142,11 @@ API void OUT(silu_backward)(T *restrict grad, const T *restrict x, const float *
     gather(sums, columns, threads);
 }
 
-/* out = x + weight * dropout(what + bias); only x in rows where skip is 1. */
-API void OUT(add_forward)(const float *restrict x, const T *restrict what, const float *restrict bias, float weight,
-                          const uint8_t *restrict skip, const Dropout *from, float *restrict out, int64_t rows,
+/* out = x + weight * dropout(branch + bias); only x in rows where skip is 1. */
+API void OUT(add_forward)(const float *restrict x, const T *restrict branch, const float *restrict bias, float weight,
+                          const uint8_t *restrict skip, const Dropout *dropout, float *restrict out, int64_t rows,
                           int64_t columns, int threads) {
-    const Dropout drop = *from;
+    const Dropout drop = *dropout;
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < rows; i++) {
         const int64_t at = i * columns;
@@ -155,18 +155,20 @@ API void OUT(add_forward)(const float *restrict x, const T *restrict what, const
         else if (drop.one)
 #pragma omp simd
             for (int64_t j = 0; j < columns; j++)
-                out[at + j] = x[at + j] + (LOAD(what[at + j]) + bias[j]) * (weight * kept(drop, at + j));
+                out[at + j] = x[at + j] + (LOAD(branch[at + j]) + bias[j]) * (weight * kept(drop, at + j));
         else
 #pragma omp simd
             for (int64_t j = 0; j < columns; j++)
-                out[at + j] = x[at + j] + (LOAD(what[at + j]) + bias[j]) * weight;
+                out[at + j] = x[at + j] + (LOAD(branch[at + j]) + bias[j]) * weight;
     }
 }
 
-/* Gradients of add_forward: to becomes the gradient of what, the first row of sums [threads, columns] that of bias. */
-API void OUT(add_backward)(const float *restrict grad, float weight, const uint8_t *restrict skip, const Dropout *from,
-                           T *restrict to, float *restrict sums, int64_t rows, int64_t columns, int threads) {
-    const Dropout drop = *from;
+/* Gradients of add_forward: to becomes the gradient of branch, and the first row of sums [threads, columns] that of
+   bias. */
+API void OUT(add_backward)(const float *restrict grad, float weight, const uint8_t *restrict skip,
+                           const Dropout *dropout, T *restrict to, float *restrict sums, int64_t rows, int64_t columns,
+                           int threads) {
+    const Dropout drop = *dropout;
 #pragma omp parallel num_threads(threads)
     {
         int64_t first, end;
