@@ -1,4 +1,19 @@
 """SpeechBrain's attention layers with fused kernels, for training, streams and export; no attention maps are returned.
+
+What computes softmax(scale q k + bias) v, from the first row that applies:
+
+==============================================  ======================================================================
+when                                            by what
+==============================================  ======================================================================
+a training step of a Conformer layer on a CPU,  ``fused_attention``, with the projections and the norm before it: these
+with compiled kernels that support the layer    layers' forward isn't called (see ``conformer.attention_refusal``)
+export                                          products and a softmax written out, for which all runtimes have kernels
+dropout on a CPU whose mask sbkit draws         ``_Attend``, which keeps no mask for backward, and draws it in a tenth
+(``dropout.levels`` isn't 0)                    of the time
+a GPU                                           torch's scaled_dot_product_attention, with padded heads (``padded``)
+all else: a CPU without dropout, with a share   torch's scaled_dot_product_attention
+near 0 or 1, in float64, or under a compiler
+==============================================  ======================================================================
 """
 
 from __future__ import annotations
@@ -23,11 +38,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, scale
     k, v : [B, H, S, K]
     bias : [B or 1, H or 1, T or 1, S], boolean (True: take part) or added to the scores
     """
-    drop = dropout.levels(p, q) if p else 0
+    drop = dropout.levels(p, q) if p else 0  # 0 on GPUs and under compilers, too
     is_exporting = torch.compiler.is_exporting()
     if not drop and not is_exporting:
-        fused = padded if q.device.type == "cuda" else functional.scaled_dot_product_attention
-        return fused(q, k, v, attn_mask=bias, dropout_p=p, scale=scale)
+        by_torch = padded if q.device.type == "cuda" else functional.scaled_dot_product_attention
+        return by_torch(q, k, v, attn_mask=bias, dropout_p=p, scale=scale)
     if bias is not None and bias.dtype == torch.bool:
         never = torch.finfo(v.dtype).min / 2  # finite: no NaN in rows of padding
         bias = torch.zeros_like(bias, dtype=v.dtype).masked_fill(~bias, never)
@@ -50,7 +65,17 @@ def padded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 class _Attend(torch.autograd.Function):
-    """Attention that keeps its inputs and weights for backward, but no dropout mask and no dropped weights."""
+    """Attention that keeps its inputs and weights for backward, but no dropout mask and no dropped weights.
+
+    With A = softmax(scale q k.T + bias), a mask m of 0 and 1, and the factor f of dropout:
+
+        out = f * (m * A) @ v
+        d_v = (m * A).T @ (f * d_out)
+        d_A = m * ((f * d_out) @ v.T)
+        d_S = A * (d_A - sum of the row of d_A * A)       also the gradient of the bias
+        d_q = scale * d_S @ k
+        d_k = d_S.T @ (scale * q)
+    """
 
     @staticmethod
     @without_autocast
