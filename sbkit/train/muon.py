@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -100,8 +101,18 @@ class Muon(Optimizer):
             for matrix, _ in self._turns(group):
                 self.state[matrix]["turn"] += 1
 
+    # ------------------------------------------------------------ matrices
+
     def _turns(self, group: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
-        """Return the matrices of a group that have a gradient, each with whether this step orthogonalises it."""
+        """Return the matrices of a group that have a gradient, each with whether this step orthogonalises it.
+
+        With ``orthogonalize_every`` 3, the first step is due for all matrices, and then turn + place decides:
+
+            turn          0    1    2    3    4    5
+            first         due            due
+            second        due       due            due
+            third         due  due            due
+        """
         every = group["orthogonalize_every"]
         matrices = [parameter for parameter in group["params"] if id(parameter) in self.matrices]
         turns = []
@@ -116,69 +127,98 @@ class Muon(Optimizer):
 
     def _update_matrices(self, group: Mapping[str, Any]) -> None:
         """Update the matrices of a group that have a gradient."""
-        turns = self._turns(group)
-        if not turns:
+        matrices = self._matrices_with_gradients(group)
+        if not matrices.weights:
             return
-        weights = [weight for weight, _ in turns]
-        due = [is_due for _, is_due in turns]
-        # A direction is stored only for the steps until a matrix has its turn again.
-        stores_directions = group["orthogonalize_every"] > 1
-        states = self._matrix_states(weights, stores_directions)
-        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if not is_capturing:  # a capture computes nothing; ``count_step`` counts each replay
-            for state in states:  # counted by the host, which doesn't know of skipped steps
-                state["turn"] += 1
-
+        _count_turns(matrices)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and in_host_memory(found_inf):  # then it is read at no cost
             if found_inf > 0:
                 return
             found_inf = None
-        momenta = [state["momentum"] for state in states]
-        grads = [weight.grad for weight in weights if weight.grad is not None]  # all have one, see ``_turns``
-        stored = [state["direction"] for state in states] if stores_directions else []
-        if _have_kernels(weights, grads, momenta, stored):
-            self._update_in_two_passes(group, weights, grads, states, due)
-            return
-        updates = self._scaled_gradients(grads, momenta, found_inf)
-        torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
+        if _have_kernels(matrices.weights, matrices.grads, matrices.momenta, matrices.directions or []):
+            self._update_matrices_by_kernels(group, matrices)
+        else:
+            self._update_matrices_by_torch(group, matrices, found_inf)
 
-        due_updates = [update for update, is_due in zip(updates, due, strict=True) if is_due]
-        due_momenta = [momentum for momentum, is_due in zip(momenta, due, strict=True) if is_due]
-        directions: list[torch.Tensor] = []
-        if due_updates:  # by Nesterov's momentum
-            directions = orthogonalise(torch._foreach_lerp(due_updates, due_momenta, group["momentum"]))
-        if stores_directions:
-            due_stored = [state["direction"] for state, is_due in zip(states, due, strict=True) if is_due]
-            if due_stored:
-                _store(due_stored, directions, found_inf)
-            directions = [state["direction"] for state in states]
+    def _matrices_with_gradients(self, group: Mapping[str, Any]) -> _Matrices:
+        """Return the matrices of a group that have a gradient, with their states; new states are made."""
+        turns = self._turns(group)
+        weights = [weight for weight, _ in turns]
+        # A direction is stored only for the steps until a matrix has its turn again.
+        stores_directions = group["orthogonalize_every"] > 1
+        states = self._matrix_states(weights, stores_directions)
+        return _Matrices(
+            weights=weights,
+            grads=[weight.grad for weight in weights if weight.grad is not None],  # all have one, see ``_turns``
+            states=states,
+            momenta=[state["momentum"] for state in states],
+            directions=[state["direction"] for state in states] if stores_directions else None,
+            is_due=[is_due for _, is_due in turns])
 
-        # The factor is 0 if the step is skipped. A rate in a tensor has fp64 on a CPU, so that its products are rounded
-        # as those of a number.
-        factor = torch.ones((), device=weights[0].device) if found_inf is None else 1 - found_inf
-        decay = (factor * (group["lr"] * group["weight_decay"])).to(factor.dtype)
-        step_size = (factor * (group["lr"] * -group["update_rms"])).to(factor.dtype)
-        torch._foreach_mul_(weights, 1 - decay)
-        if step_size.device.type == "cpu":  # rounds once
-            torch._foreach_addcmul_(weights, directions, [step_size] * len(weights))
-        else:  # a list of factors would launch a kernel for each weight
-            torch._foreach_add_(weights, torch._foreach_mul(directions, step_size))
-
-    def _update_in_two_passes(self, group: Mapping[str, Any], weights: Sequence[torch.Tensor],
-                              grads: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]],
-                              due: Sequence[bool]) -> None:
+    def _update_matrices_by_kernels(self, group: Mapping[str, Any], matrices: _Matrices) -> None:
         """Update matrices by kernels, one before orthogonalising and one after it."""
-        dtype = dtype_of_products(weights[0].device)
-        stacks = Stacks([(weight.shape[0], weight.shape[1:].numel()) if is_due else None
-                         for weight, is_due in zip(weights, due, strict=True)], dtype)
-        update_kernels.move_momenta(grads, [state["momentum"] for state in states], stacks.parts, dtype,
-                                    self._divisor(), group["momentum"], TINY)
+        shapes = [(weight.shape[0], weight.shape[1:].numel()) for weight in matrices.weights]
+        due_shapes = [shape if is_due else None for shape, is_due in zip(shapes, matrices.is_due, strict=True)]
+        dtype = dtype_of_products(matrices.weights[0].device)
+        stacks = Stacks(due_shapes, dtype)
+        update_kernels.move_momenta(
+            matrices.grads,
+            matrices.momenta,
+            ahead=stacks.parts,
+            dtype=dtype,
+            divisor=self._divisor(),
+            momentum=group["momentum"],
+            tiny=TINY,
+        )
         updates = stacks.orthogonalised()
         rate = float(group["lr"])
         update_kernels.move_weights(
-            weights, updates, stacks.factors, [state.get("direction") for state in states], stacks.result_dtype,
-            keep=1 - rate * group["weight_decay"], step=-rate * group["update_rms"])
+            matrices.weights,
+            updates,
+            factors=stacks.factors,
+            directions=matrices.directions or [None] * len(matrices.weights),
+            dtype=stacks.result_dtype,
+            keep=1 - rate * group["weight_decay"],
+            step=-rate * group["update_rms"],
+        )
+
+    def _update_matrices_by_torch(self, group: Mapping[str, Any], matrices: _Matrices,
+                                  found_inf: torch.Tensor | None) -> None:
+        """Update matrices by torch's operations on lists.
+
+        found_inf : on a GPU, 1 if the step is to be skipped; the host doesn't read it
+        """
+        gradients = self._scaled_gradients(matrices.grads, matrices.momenta, found_inf)
+        torch._foreach_lerp_(matrices.momenta, gradients, 1 - group["momentum"])
+        directions = self._directions(group, matrices, gradients, found_inf)
+
+        # The factor is 0 if the step is skipped. A rate in a tensor has fp64 on a CPU, so that its products are rounded
+        # as those of a number.
+        device = matrices.weights[0].device
+        factor = torch.ones((), device=device) if found_inf is None else 1 - found_inf
+        decay = (factor * (group["lr"] * group["weight_decay"])).to(factor.dtype)
+        step_size = (factor * (group["lr"] * -group["update_rms"])).to(factor.dtype)
+        torch._foreach_mul_(matrices.weights, 1 - decay)
+        if step_size.device.type == "cpu":  # rounds once
+            torch._foreach_addcmul_(matrices.weights, directions, [step_size] * len(matrices.weights))
+        else:  # a list of factors would launch a kernel for each weight
+            torch._foreach_add_(matrices.weights, torch._foreach_mul(directions, step_size))
+
+    def _directions(self, group: Mapping[str, Any], matrices: _Matrices, gradients: Sequence[torch.Tensor],
+                    found_inf: torch.Tensor | None) -> list[torch.Tensor]:
+        """Return the directions of matrices: new ones for those that are due, and the stored ones of all others."""
+        due_gradients = list(compress(gradients, matrices.is_due))
+        due_momenta = list(compress(matrices.momenta, matrices.is_due))
+        new_directions: list[torch.Tensor] = []
+        if due_gradients:
+            nesterov = torch._foreach_lerp(due_gradients, due_momenta, group["momentum"])
+            new_directions = orthogonalise(nesterov)
+        if matrices.directions is None:  # all are due in each step
+            return new_directions
+        if new_directions:
+            _store(list(compress(matrices.directions, matrices.is_due)), new_directions, found_inf)
+        return matrices.directions
 
     def _divisor(self) -> float:
         """Return what gradients are to be divided by."""
@@ -200,6 +240,23 @@ class Muon(Optimizer):
         if found_inf is not None:
             flat = torch.where(found_inf > 0, _flatten_dense_tensors(momenta), flat)
         return list(_unflatten_dense_tensors(flat, grads))
+
+    def _matrix_states(self, weights: Sequence[torch.Tensor], stores_directions: bool) -> list[dict[str, Any]]:
+        """Return the states of matrices, with what they lack at its first value."""
+        states: list[dict[str, Any]] = [self.state[weight] for weight in weights]
+        for weight, state in zip(weights, states, strict=True):
+            if "momentum" not in state:  # new, or of another optimizer
+                state.clear()
+            if "turn" not in state or (stores_directions and "direction" not in state):
+                state["turn"] = 0  # it is due now
+            if not stores_directions:
+                state.pop("direction", None)
+            for name in ("momentum", "direction") if stores_directions else ("momentum",):
+                if name not in state:
+                    state[name] = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        return states
+
+    # ------------------------------------------------------------ all other parameters
 
     def _update_others(self, group: Mapping[str, Any]) -> None:
         """Update the parameters of a group that are no matrices and have a gradient, as AdamW does."""
@@ -223,21 +280,6 @@ class Muon(Optimizer):
               beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
               maximize=False, grad_scale=getattr(self, "grad_scale", None), found_inf=found_inf)
 
-    def _matrix_states(self, weights: Sequence[torch.Tensor], stores_directions: bool) -> list[dict[str, Any]]:
-        """Return the states of matrices, with what they lack at its first value."""
-        states: list[dict[str, Any]] = [self.state[weight] for weight in weights]
-        for weight, state in zip(weights, states, strict=True):
-            if "momentum" not in state:  # new, or of another optimizer
-                state.clear()
-            if "turn" not in state or (stores_directions and "direction" not in state):
-                state["turn"] = 0  # it is due now
-            if not stores_directions:
-                state.pop("direction", None)
-            for name in ("momentum", "direction") if stores_directions else ("momentum",):
-                if name not in state:
-                    state[name] = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-        return states
-
     def _adamw_states(self, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
         """Return the states of parameters that AdamW updates, with what they lack at its first value."""
         states: list[dict[str, Any]] = [self.state[parameter] for parameter in parameters]
@@ -251,6 +293,27 @@ class Muon(Optimizer):
                 if name not in state:
                     state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         return states
+
+
+class _Matrices(NamedTuple):
+    """The matrices of a group that have a gradient in a step, and what belongs to each, in the same order."""
+
+    weights: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    states: list[dict[str, Any]]
+    momenta: list[torch.Tensor]
+    directions: list[torch.Tensor] | None
+    """The stored ones; None if none are stored, since all matrices are due in each step."""
+    is_due: list[bool]
+    """Whether this step orthogonalises it."""
+
+
+def _count_turns(matrices: _Matrices) -> None:
+    """Count a step. The host counts skipped ones too, since it may not know of them."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return  # a capture computes nothing; ``count_step`` counts each replay
+    for state in matrices.states:
+        state["turn"] += 1
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:
