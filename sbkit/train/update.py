@@ -33,18 +33,20 @@ def update(optimizers: Sequence[Optimizer], factor: torch.Tensor, max_norm: floa
     optimizers skip a step on the device. For others the host reads once whether to: this costs nothing on the CPU, and
     is the step's only wait on a GPU.
     """
-    # A single fused optimizer multiplies while it reads the gradients.
-    multiplies_itself = len(optimizers) == 1 and skips_itself(optimizers[0])
+    # A single fused optimizer is left to divide while it reads the gradients, which saves a pass over them.
+    divides_itself = len(optimizers) == 1 and skips_itself(optimizers[0])
+    divisor: torch.Tensor | None = None
     norms: list[torch.Tensor] = []
-    scale = factor
-    scaled: set[int] = set()
+    seen: set[int] = set()
     for optimizer in optimizers:
-        grads = [grad for grad in gradients([optimizer]) if id(grad) not in scaled]  # one of two optimizers counts once
-        scaled.update(map(id, grads))
-        norms.append(_norm_of(grads, factor.device) * factor)
-        if max_norm is not None and max_norm > 0:
-            scale = factor * torch.clamp(max_norm / (norms[-1] + 1e-6), max=1.0)
-        if grads and not multiplies_itself:
+        grads = [grad for grad in gradients([optimizer]) if id(grad) not in seen]  # one of two optimizers counts once
+        seen.update(map(id, grads))
+        norm_of_optimizer = _norm_of(grads, factor.device) * factor
+        norms.append(norm_of_optimizer)
+        scale = _clipped(factor, norm_of_optimizer, max_norm)
+        if divides_itself:
+            divisor = 1 / scale
+        elif grads:
             torch._foreach_mul_(grads, scale)
 
     norm = torch.zeros_like(factor)  # if all optimizers are frozen
@@ -56,13 +58,20 @@ def update(optimizers: Sequence[Optimizer], factor: torch.Tensor, max_norm: floa
     skips: bool | None = None  # what the host has read of ``skipped``, if it had to
     for optimizer, rates_on_device in zip(optimizers, rates or [None] * len(optimizers), strict=True):
         if skips_itself(optimizer):
-            _step_on_device(optimizer, 1 / scale if multiplies_itself else None, skipped, rates_on_device)
+            _step_on_device(optimizer, divisor, skipped, rates_on_device)
             continue
         if skips is None:
             skips = bool(skipped > 0)
         if not skips:
             optimizer.step()
     return norm, skipped
+
+
+def _clipped(factor: torch.Tensor, norm: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+    """Return what to multiply gradients by, so that their norm, which is ``norm`` with ``factor``, is not too large."""
+    if max_norm is not None and max_norm > 0:
+        return factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+    return factor
 
 
 def _norm_of(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
