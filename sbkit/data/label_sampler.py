@@ -29,10 +29,10 @@ class LabelSampler:
 
     def __init__(self, labels: np.ndarray, durations: np.ndarray, clips_per: Mapping[str, int], step_seconds: float,
                  least: int = 1):
-        (name, self.clips), = clips_per.items()
+        ((name, self.clips),) = clips_per.items()
         self.labels = labels
         self.sizes = np.bincount(labels)
-        possible = self.sizes // self.clips
+        possible = self.sizes // self.clips  # groups of each label
         enough = possible > 0
         self.left_out = int(self.sizes[~enough].sum())
         """The number of utterances that are in no step because their label has too few."""
@@ -53,9 +53,7 @@ class LabelSampler:
             raise SbkitError("impossible-batching", f"clips_per: {what}, but only {int(enough.sum())} have that many "
                              "clips", hint=f"lower step_seconds to {int(enough.sum()) * self.clips * self.longest:g}",
                              key="clips_per")
-        # The largest number of steps that can each have this many groups with different labels.
-        self.steps = bisect.bisect_left(range(1, int(possible.sum()) // fits + 1), True,
-                                        key=lambda steps: np.minimum(possible, steps).sum() < fits * steps)
+        self.steps = _most_steps(possible, fits)
         self.edges = np.array([self.longest])
         self.lengths = np.full(self.steps, fits * self.clips)
         if fits * self.clips < least:
@@ -63,17 +61,53 @@ class LabelSampler:
                              f"min_batch_utterances is {least}",
                              hint="raise step_seconds, or lower min_batch_utterances", key="clips_per")
         self._taken = self.clips * np.minimum(possible, self.steps)
+        """How many of each label's utterances a pass puts into groups, ``[labels]``."""
 
     def draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw the utterances of one pass, step by step and group by group, ``[steps * labels_per_step * clips]``, with
-        their pass numbers."""
-        order = rng.permutation(len(self.sizes))  # of the labels
+        their pass numbers.
+
+        Labels, and the utterances of each, are put into a random order, and each label's first ones into groups. These
+        groups are dealt out to steps like cards: a label's groups are neighbours, and at most as many as steps, so no
+        step gets two of them. For example three labels with 2, 1 and 3 groups, in steps of two groups:
+
+            groups in random order    C C C A A B      C has 3 groups, which is the number of steps, too
+            dealt to steps 0 to 2     0 1 2 0 1 2
+            steps                     C A,  C A,  C B
+
+        If there are more groups than cards to deal, a random choice of them is dealt, in the same order.
+        """
+        label_order = rng.permutation(len(self.sizes))
         members = rng.permutation(len(self.labels))
-        members = members[np.argsort(np.argsort(order)[self.labels[members]], kind="stable")]
-        sizes = self.sizes[order]
-        place = np.arange(len(members)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within its label
-        groups = members[place < np.repeat(self._taken[order], sizes)].reshape(-1, self.clips)
+        place_of_label = np.argsort(label_order)
+        members = members[np.argsort(place_of_label[self.labels[members]], kind="stable")]
+
+        sizes = self.sizes[label_order]
+        place_in_label = np.arange(len(members)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        is_taken = place_in_label < np.repeat(self._taken[label_order], sizes)
+        groups = members[is_taken].reshape(-1, self.clips)
+
         chosen = np.sort(rng.permutation(len(groups))[: self.labels_per_step * self.steps])
-        # Dealt out like cards: a label's groups are neighbours, and at most as many as steps, so no step gets two.
         dealt = groups[chosen].reshape(self.labels_per_step, self.steps, self.clips)
-        return dealt.transpose(1, 0, 2).ravel(), np.broadcast_to(number, dealt.size)
+        utterances = dealt.transpose(1, 0, 2).ravel()
+        return utterances, np.broadcast_to(number, utterances.size)
+
+
+def _most_steps(groups: np.ndarray, groups_per_step: int) -> int:
+    """Return the largest number of steps that can each have this many groups with different labels.
+
+    A label can be in each step once, so in n steps it has at most n of its groups. What the labels can give grows by
+    less and less with n, and what the steps need by the same each time: once it is too much for n, it is for all larger
+    numbers, and bisection finds the first of these.
+
+    groups : ``[labels]``, how many groups the clips of each label fill
+
+    >>> _most_steps(np.array([2, 1, 3]), groups_per_step=2)  # 6 groups for 3 steps; for 4 steps there are not 8
+    3
+    >>> _most_steps(np.array([1, 1, 9]), groups_per_step=2)  # each step needs one of the first two labels' groups
+    2
+    """
+    def is_too_many(steps: int) -> bool:
+        return bool(np.minimum(groups, steps).sum() < groups_per_step * steps)
+
+    return bisect.bisect_left(range(1, int(groups.sum()) // groups_per_step + 1), True, key=is_too_many)
