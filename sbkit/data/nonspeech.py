@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
@@ -194,30 +195,20 @@ class NonSpeech:
         parts = np.zeros(len(train), np.int64)
         if train.shares:
             parts = train.column("corpus").numbered()[1].astype(np.int64)
-        like = list[int]()
-        made = list[str]()
-        texts = list[list[str]]()
+        made: list[_Made] = []
         for part in np.unique(parts):
             rows = spoken[parts[spoken] == part]
             rows = rows[np.argsort(train.durations[rows], kind="stable")]
-            seconds = train.durations[rows].astype(np.float64)
-            wanted = self.share / (1 - self.share) * seconds.sum()
-            # As many rows as have these seconds, each as long as a row of the corpus; at least one, however few it has.
-            order = np.concatenate([rng.permutation(len(rows)) for _ in range(int(self.share / (1 - self.share)) + 1)])
-            order = order[: max(int(self.share > 0), int(np.searchsorted(np.cumsum(seconds[order]), wanted)))]
-            for place, number, first, second in zip(order.tolist(), *rng.random((3, len(order))), strict=True):
-                count = 0 if number < _ALONE or len(order) == 1 else 2 if number > 1 - _TWO else 1
-                shorter = 0 if not count else int(np.searchsorted(seconds, _SPOKEN / count * seconds[place], "right"))
-                chosen = [rows[int(draw * shorter)] for draw in (first, second)[:count]] if shorter else []
-                like.append(rows[place])
-                made.append(SCHEME + ",".join(map(str, [rows[place], *chosen])))
-                texts.append([train.texts[row] for row in chosen])
+            made += _rows_to_make(rows, train.durations[rows].astype(np.float64), self.share, rng)
+        texts = [[train.texts[row] for row in row_made.heard] for row_made in made]
         # Scripts without spaces have none between two utterances either.
         space = " " if pc.any(pc.match_substring(train.texts.arrow, " ")).as_py() else ""
-        template = train.select(np.array(like, np.int64))
-        prefix = [f"{part}:" for part in template.column("corpus")] if train.shares else [""] * len(like)
+        template = train.select(np.array([row_made.like for row_made in made], np.int64))
+        prefix = [f"{part}:" for part in template.column("corpus")] if train.shares else [""] * len(made)
         return train.joined(template.replace(
-            ids=[f"{part}nonspeech-{i}" for i, part in enumerate(prefix)], wavs=made, starts=None,
+            ids=[f"{part}nonspeech-{i}" for i, part in enumerate(prefix)],
+            wavs=[row_made.wav for row_made in made],
+            starts=None,
             texts=[space.join(filter(None, several)) for several in texts]))
 
     @staticmethod
@@ -266,6 +257,53 @@ class NonSpeech:
         if rng.random() < 0.3:  # as a file or a microphone of 16 bits has it
             signal = np.round(signal * np.float32(2 ** 15)) / np.float32(2 ** 15)
         return signal
+
+
+class _Made(NamedTuple):
+    """A row that is made: the row of the corpus whose length it has, and those that are heard in it."""
+
+    like: int
+    heard: list[int]
+
+    @property
+    def wav(self) -> str:
+        """The path of the row, which ``NonSpeech.rows_of`` reads."""
+        return SCHEME + ",".join(map(str, [self.like, *self.heard]))
+
+
+def _rows_to_make(rows: np.ndarray, seconds: np.ndarray, share: float, rng: np.random.Generator) -> list[_Made]:
+    """Choose the rows that are made for one part of a training set: lengths of its rows, and what is heard in them.
+
+    With A seconds of the corpus and S that are made, ``share`` is S / (A + S), so S is share / (1 - share) * A. That is
+    more than A if share is above a half: then rows are gone through several times, each time in another order.
+
+    rows : ``[n]``, the part's rows, the shortest first
+    seconds : ``[n]``, their durations
+    """
+    ratio = share / (1 - share)
+    rounds = int(ratio) + 1
+    order = np.concatenate([rng.permutation(len(rows)) for _ in range(rounds)])
+    fitting = int(np.searchsorted(np.cumsum(seconds[order]), ratio * seconds.sum()))
+    least = 1 if share > 0 else 0  # however few seconds the part has
+    order = order[: max(least, fitting)]
+
+    made = []
+    kinds, first_choices, second_choices = rng.random((3, len(order)))
+    for place, kind, *choices in zip(order.tolist(), kinds, first_choices, second_choices, strict=True):
+        count = _utterances_in(kind) if len(order) > 1 else 0  # a single row is silence alone
+        # All utterances together have at most ``_SPOKEN`` of the row. The rows that are short enough for that are the
+        # first ones: of rows of 1, 2 and 10 s, in the last one, if it has two utterances of 4 s at most, 0 and 1.
+        candidates = int(np.searchsorted(seconds, _SPOKEN / count * seconds[place], "right")) if count else 0
+        heard = [rows[int(choice * candidates)] for choice in choices[:count]] if candidates else []
+        made.append(_Made(like=rows[place], heard=heard))
+    return made
+
+
+def _utterances_in(kind: float) -> int:
+    """Return how many utterances a row has, for a random number from 0 to 1."""
+    if kind < _ALONE:
+        return 0
+    return 2 if kind > 1 - _TWO else 1
 
 
 def room_of(recording: np.ndarray, size: int, rate: int, rng: np.random.Generator) -> np.ndarray:
