@@ -95,7 +95,8 @@ def as_bytes(skip: Tensor | None) -> Tensor | None:
 
 #: Rows of matrices in products come in multiples of this at least.
 _LEAST_UNIT = 64
-NO_DROPOUT = byref(DropoutStruct(None, None, 1, 0, 1.0))
+DropoutArgument = Any  # a reference to a DropoutStruct, whose type in ctypes has no name
+NO_DROPOUT: DropoutArgument = byref(DropoutStruct(None, None, 1, 0, 1.0))
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class AfterNorm:
     """Whether the activation is SiLU."""
     slope: float = 1.0
     """Otherwise negative values are multiplied by this."""
-    dropout: Any = NO_DROPOUT
+    dropout: DropoutArgument = NO_DROPOUT
 
 
 IDENTITY = AfterNorm()
@@ -129,7 +130,7 @@ class NormGradients(NamedTuple):
     shift: Tensor
 
 
-def make_dropout(count: int, p: float) -> Any:  # ctypes' own
+def make_dropout(count: int, p: float) -> DropoutArgument:
     """Make the dropout of one activation, whose mask kernels compute from random words, in backward once more."""
     if not p:
         return NO_DROPOUT
@@ -233,7 +234,7 @@ def normalise_backward(grad: Tensor, x: Tensor, gain: Tensor, shift: Tensor, mea
 
 
 def add_branch(x: Tensor, branch: Tensor, bias: Tensor, weight: float = 1.0, skip: Tensor | None = None,
-               drop: Any = NO_DROPOUT) -> Tensor:
+               drop: DropoutArgument = NO_DROPOUT) -> Tensor:
     """Return x + weight * dropout(branch + bias), [B, T, D]; only x in rows where ``skip`` is 1."""
     out = torch.empty_like(x)
     library.call(
@@ -253,7 +254,7 @@ def add_branch(x: Tensor, branch: Tensor, bias: Tensor, weight: float = 1.0, ski
 
 
 def add_branch_backward(grad: Tensor, dtype: torch.dtype, weight: float = 1.0, skip: Tensor | None = None,
-                        drop: Any = NO_DROPOUT) -> tuple[Tensor, Tensor]:
+                        drop: DropoutArgument = NO_DROPOUT) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``add_branch``'s branch, a ``product_matrix`` in ``dtype``, and of its bias."""
     rows = rows_of(grad)
     columns = grad.shape[-1]
@@ -274,9 +275,14 @@ def add_branch_backward(grad: Tensor, dtype: torch.dtype, weight: float = 1.0, s
     return grad_branch, sums[0]
 
 
-def weight_gradient(grad: Tensor, x: Tensor, is_wanted: bool) -> Tensor | None:
+def is_wanted(ctx: Context, inputs: tuple[str, ...], name: str) -> bool:
+    """Return whether the gradient of the input ``name`` is wanted, of a function that is applied to these inputs."""
+    return bool(ctx.needs_input_grad[inputs.index(name)])
+
+
+def weight_gradient(grad: Tensor, x: Tensor, wanted: bool) -> Tensor | None:
     """Return the gradient of the weight of x @ weight.T in fp32, from that of the product; None if it isn't wanted."""
-    return (grad.t() @ x).float() if is_wanted else None
+    return (grad.t() @ x).float() if wanted else None
 
 
 # ------------------------------------------------------------ a norm by itself

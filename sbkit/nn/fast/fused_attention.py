@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from sbkit.nn.fast.fused import (
     add_branch,
     add_branch_backward,
     as_bytes,
+    is_wanted,
     make_dropout,
     normalise,
     normalise_backward,
@@ -90,18 +91,18 @@ class _AttentionSizes:
 
 
 class _Attention(NamedTuple):
-    """For each input of ``AttentionPart`` the input itself, its gradient, or whether this is wanted."""
+    """The inputs of ``AttentionPart``; its backward returns their gradients in another one."""
 
-    x: Any
-    gain: Any
-    shift: Any
-    w1: Any
-    bias_u: Any
-    bias_v: Any
-    positions: Any
-    w2: Any
-    b2: Any
-    settings: Any = None
+    x: Tensor | None
+    gain: Tensor | None
+    shift: Tensor | None
+    w1: Tensor | None
+    bias_u: Tensor | None
+    bias_v: Tensor | None
+    positions: Tensor | None
+    w2: Tensor | None
+    b2: Tensor | None
+    settings: _AttentionSettings | None = None
 
 
 class _AttentionSaved(NamedTuple):
@@ -310,7 +311,6 @@ class AttentionPart(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = _AttentionSaved(*ctx.saved_tensors)
-        is_wanted = _Attention(*ctx.needs_input_grad)
         sizes: _AttentionSizes = ctx.sizes
         settings: _AttentionSettings = ctx.settings
         dtype = settings.dtype
@@ -388,9 +388,9 @@ class AttentionPart(torch.autograd.Function):
             x=of_norm.x,
             gain=of_norm.gain,
             shift=of_norm.shift,
-            w1=weight_gradient(grad_wide, saved.normed, is_wanted.w1),
+            w1=weight_gradient(grad_wide, saved.normed, is_wanted(ctx, _Attention._fields, "w1")),
             bias_u=grad_bias_u,
             bias_v=grad_bias_v,
             positions=grad_positions,
-            w2=weight_gradient(grad_branch, saved.attended, is_wanted.w2),
+            w2=weight_gradient(grad_branch, saved.attended, is_wanted(ctx, _Attention._fields, "w2")),
             b2=grad_b2)

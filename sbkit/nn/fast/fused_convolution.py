@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from sbkit.nn.fast.fused import (
     add_branch,
     add_branch_backward,
     as_bytes,
+    is_wanted,
     make_dropout,
     normalise,
     normalise_backward,
@@ -39,20 +40,20 @@ class _ConvolutionSettings:
 
 
 class _Convolution(NamedTuple):
-    """For each input of ``ConvolutionPart`` the input itself, its gradient, or whether this is wanted."""
+    """The inputs of ``ConvolutionPart``; its backward returns their gradients in another one."""
 
-    x: Any
-    gain1: Any
-    shift1: Any
-    w1: Any
-    b1: Any
-    kernel: Any
-    bias: Any
-    gain2: Any
-    shift2: Any
-    w2: Any
-    b2: Any
-    settings: Any = None
+    x: Tensor | None
+    gain1: Tensor | None
+    shift1: Tensor | None
+    w1: Tensor | None
+    b1: Tensor | None
+    kernel: Tensor | None
+    bias: Tensor | None
+    gain2: Tensor | None
+    shift2: Tensor | None
+    w2: Tensor | None
+    b2: Tensor | None
+    settings: _ConvolutionSettings | None = None
 
 
 class _ConvolutionSaved(NamedTuple):
@@ -188,7 +189,6 @@ class ConvolutionPart(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = _ConvolutionSaved(*ctx.saved_tensors)
-        is_wanted = _Convolution(*ctx.needs_input_grad)
         dtype = ctx.settings.dtype
         batch, frames, columns = saved.x.shape
         sizes = {"rows": batch * frames, "columns": columns, "threads": torch.get_num_threads()}
@@ -243,7 +243,7 @@ class ConvolutionPart(torch.autograd.Function):
             rstd=saved.rstd1,
             add=grad,
         )
-        grad_w1 = weight_gradient(grad_wide, saved.normed, is_wanted.w1)
+        grad_w1 = weight_gradient(grad_wide, saved.normed, is_wanted(ctx, _Convolution._fields, "w1"))
         return _Convolution(
             x=of_norm1.x,
             gain1=of_norm1.gain,
@@ -254,5 +254,5 @@ class ConvolutionPart(torch.autograd.Function):
             bias=grad_taps_and_bias[-1],
             gain2=of_norm2.gain,
             shift2=of_norm2.shift,
-            w2=weight_gradient(grad_branch, saved.active, is_wanted.w2),
+            w2=weight_gradient(grad_branch, saved.active, is_wanted(ctx, _Convolution._fields, "w2")),
             b2=grad_b2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from sbkit.nn.fast.fused import (
     Layer,
     add_branch,
     add_branch_backward,
+    is_wanted,
     make_dropout,
     normalise,
     normalise_backward,
@@ -37,16 +38,16 @@ class _FeedForwardSettings:
 
 
 class _FeedForward(NamedTuple):
-    """For each input of ``FeedForwardPart`` the input itself, its gradient, or whether this is wanted."""
+    """The inputs of ``FeedForwardPart``; its backward returns their gradients in another one."""
 
-    x: Any
-    gain: Any
-    shift: Any
-    w1: Any
-    b1: Any
-    w2: Any
-    b2: Any
-    settings: Any = None
+    x: Tensor | None
+    gain: Tensor | None
+    shift: Tensor | None
+    w1: Tensor | None
+    b1: Tensor | None
+    w2: Tensor | None
+    b2: Tensor | None
+    settings: _FeedForwardSettings | None = None
 
 
 class _FeedForwardSaved(NamedTuple):
@@ -147,7 +148,6 @@ class FeedForwardPart(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = _FeedForwardSaved(*ctx.saved_tensors)
-        is_wanted = _FeedForward(*ctx.needs_input_grad)
         dtype = ctx.settings.dtype
         grad = grad.contiguous()
         grad_branch, grad_b2 = add_branch_backward(grad, dtype, weight=ctx.settings.weight, drop=ctx.outer_drop)
@@ -180,7 +180,7 @@ class FeedForwardPart(torch.autograd.Function):
             x=of_norm.x,
             gain=of_norm.gain,
             shift=of_norm.shift,
-            w1=weight_gradient(grad_hidden, saved.normed, is_wanted.w1),
+            w1=weight_gradient(grad_hidden, saved.normed, is_wanted(ctx, _FeedForward._fields, "w1")),
             b1=sums[0],
-            w2=weight_gradient(grad_branch, saved.active, is_wanted.w2),
+            w2=weight_gradient(grad_branch, saved.active, is_wanted(ctx, _FeedForward._fields, "w2")),
             b2=grad_b2)
