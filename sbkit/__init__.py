@@ -33,10 +33,12 @@ _LAZY = {
 def __getattr__(name: str) -> Any:  # one of these, each of a type of its own
     if name == "core":  # SpeechBrain's recipes derive from sb.Brain and sb.core.Brain, which are one
         return sys.modules[__name__]
-    if name not in _LAZY:
-        raise AttributeError(f"module 'sbkit' has no attribute {name!r}")
     import importlib
 
+    if name == "export":  # a package that is a function, too
+        return importlib.import_module("sbkit.export")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'sbkit' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 

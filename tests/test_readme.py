@@ -21,9 +21,10 @@ HOME = ["README.md", "AGENTS.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.m
           for name in ("README", "RESULTS", "results/people", "results/demo", "results/speed")),
         "recipes/LJSpeech/TTS/README.md", "recipes/VoxCeleb/SpeakerRec/README.md"]
 PAGES = [*HOME, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
-#: Commands of the first three run in folders of their own, by tests/integration/test_extend.py and test_tutorials.py;
+#: Commands of the first four run in folders of their own, by tests/integration/test_extend.py and test_tutorials.py;
 #: examples of findings are wrong on purpose.
-ELSEWHERE = {"docs/how-to/extend.md", "docs/tutorials/own-task.md", "docs/tutorials/speechbrain.md",
+ELSEWHERE = {"docs/how-to/extend.md",
+             *(f"docs/tutorials/{name}.md" for name in ("own-task", "speechbrain", "from-speechbrain")),
              "docs/reference/findings.md"}
 FLAGS = {"--json", "--measure", "--no-run", "--fresh"}
 

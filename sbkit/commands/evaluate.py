@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sbkit.commands.options import (
-    RUNS_CODE,
+    RUNS_SCRIPT,
     add_average,
     add_json,
     add_search,
@@ -38,7 +38,7 @@ OVER_LIMIT = 1  # exit code
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = RUNS_CODE
+    parser.epilog = RUNS_SCRIPT
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
     parser.add_argument("--data_folder", "--data", dest="on", metavar="CORPUS",
                         help="a folder, list or name that data_folder takes (default: the run's own corpus)")
@@ -104,9 +104,34 @@ def _refuse_missing_inputs(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     _refuse_missing_inputs(args)
     check_torch()
+    from sbkit.compat.script_record import is_of_script
     from sbkit.runs.evaluation_request import EvaluateRequest
 
-    return evaluate(request_of(EvaluateRequest, args), as_json=args.json)
+    request = request_of(EvaluateRequest, args)
+    if is_of_script(args.run):
+        return evaluate_script(request, as_json=args.json)
+    return evaluate(request, as_json=args.json)
+
+
+def evaluate_script(request: EvaluateRequest, as_json: bool = False) -> int:
+    """Score the run of a script on its own test set; the exit code is that of ``evaluate``."""
+    from sbkit.tasks.ctc.script import evaluate_run
+
+    results = evaluate_run(request)
+    if not as_json:
+        _print_results(results, request)
+        print(f"references: {results[0].facts['references']}")
+    return _judge(results, request, as_json)
+
+
+def _judge(results: Sequence[CheckpointResult], request: EvaluateRequest, as_json: bool) -> int:
+    """Say which bounds were missed, print JSON if asked, and return the exit code."""
+    missed = _missed_bounds(results, request)
+    for line in missed:
+        print(line, file=sys.stderr)
+    if as_json:
+        print_json({"results": [scored.facts for scored in results], "missed": missed})
+    return OVER_LIMIT if missed else 0
 
 
 def evaluate(request: EvaluateRequest, as_json: bool = False) -> int:
@@ -130,12 +155,7 @@ def evaluate(request: EvaluateRequest, as_json: bool = False) -> int:
                 return 0
             if not as_json:
                 _print_results(results, request)
-            missed = _missed_bounds(results, request)
-            for line in missed:
-                print(line, file=sys.stderr)
-            if as_json:
-                print_json({"results": [scored.facts for scored in results], "missed": missed})
-            return OVER_LIMIT if missed else 0
+            return _judge(results, request, as_json)
     finally:
         ranks.shutdown()
 

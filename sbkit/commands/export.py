@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from sbkit.commands.options import (
-    RUNS_CODE,
+    RUNS_SCRIPT,
     above,
     add_average,
     add_json,
@@ -24,7 +24,7 @@ from sbkit.system.console import stored_json
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = RUNS_CODE
+    parser.epilog = RUNS_SCRIPT
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
     parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
     parser.add_argument("--checkpoint", default=BEST, help="best, last, or the name of a checkpoint (default: best)")
@@ -52,15 +52,22 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.system.environment import check_torch
 
     check_torch()
+    from sbkit.compat.script_record import is_of_script
     from sbkit.export.bundle import ExportRequest, export
     from sbkit.infer.bundles import BundleLoader
 
     weights = ChosenWeights(args.checkpoint, args.average, args.mean)
     request = request_of(ExportRequest, args, weights=weights)
+    if is_of_script(args.run):
+        from sbkit.tasks.ctc.script import export_run
+
+        run_export = export_run
+    else:
+        run_export = export
     if not args.json:
-        return export(request, BundleLoader())
+        return run_export(request, BundleLoader())
     with contextlib.redirect_stdout(sys.stderr):
-        code = export(request, BundleLoader())
+        code = run_export(request, BundleLoader())
     print_json(_facts_of(args.to))
     return code
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 def facts_of(folder: Path) -> dict[str, Any]:
     """Return what is known of a run or a bundle, for JSON; anything else is refused."""
     from sbkit.export import layout
-    from sbkit.score.run_files import RECIPE
+    from sbkit.score.run_files import RECIPE, SCRIPT
 
     if not folder.exists():
         raise SbkitError("no-such-path", f"{folder} does not exist", hint=_WHICH, file=folder)
@@ -59,7 +58,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
         raise SbkitError("neither-run-nor-bundle", f"{folder} is a file", hint=_WHICH, file=folder)
     if (folder / layout.CONFIG).exists():
         return {"what": "bundle", "folder": str(folder), **_bundle_facts(folder)}
-    if (folder / RECIPE).exists():
+    if (folder / RECIPE).exists() or (folder / SCRIPT).exists():
         return {"what": "run", "folder": str(folder), **_run_facts(folder)}
     raise SbkitError("neither-run-nor-bundle",
                      f"{folder} is neither a run, which has {RECIPE}, nor a bundle, which has {layout.CONFIG}",
@@ -88,10 +87,10 @@ def _bundle_rows(facts: dict[str, Any]) -> list[list[str]]:
 
 
 def _run_facts(folder: Path) -> dict[str, Any]:
-    from sbkit.score.run_files import METRICS, RECIPE, REPORT, TESTED
+    from sbkit.compat.script_record import ScriptRecord, is_of_script
+    from sbkit.score.run_files import METRICS, REPORT, SCRIPT, TESTED
 
-    # A script's own recipe has no task.
-    is_script = not re.search("^brain:", (folder / RECIPE).read_text(encoding="utf-8"), re.MULTILINE)
+    is_script = is_of_script(folder)
     if _is_in_use(folder):
         state = "in use"
     elif is_script:
@@ -107,14 +106,27 @@ def _run_facts(folder: Path) -> dict[str, Any]:
     tested = stored_json(folder / TESTED)
     results = {name: value for name, value in tested.items() if name not in ("said", "files", "of")}
     report = folder / REPORT
-    return {"by_script": is_script, "state": state, "epochs": len(epochs),
-            "checkpoints": sorted(path.name for path in folder.glob("save/CKPT+*")),
-            "results": results, "report": str(report) if report.is_file() else None}
+    facts = {"by_script": is_script, "state": state, "epochs": len(epochs),
+             "checkpoints": sorted(path.name for path in folder.glob("save/CKPT+*")),
+             "results": results, "report": str(report) if report.is_file() else None}
+    if is_script and (folder / SCRIPT).is_file():
+        record = ScriptRecord.read(folder)
+        facts["script"] = {"command": record.command, "folder": record.folder}
+    return facts
 
 
 def _run_rows(facts: dict[str, Any]) -> list[list[str]]:
-    return [["what", "a run of a script" if facts["by_script"] else "a run"], ["state", _STATES[facts["state"]]],
-            ["epochs", str(facts["epochs"])], ["checkpoints", ", ".join(facts["checkpoints"]) or "none"]]
+    rows = [["what", "a run of a script" if facts["by_script"] else "a run"],
+            ["state", _STATES[facts["state"]]],
+            ["epochs", str(facts["epochs"])],
+            ["checkpoints", ", ".join(facts["checkpoints"]) or "none"]]
+    if "script" in facts:
+        script = facts["script"]
+        rows += [["trained by", script["command"]],
+                 ["in the folder", script["folder"]],
+                 ["exported by", f"sbkit export {facts['folder']} --to BUNDLE, if it is a CTC recogniser: it runs the "
+                                 "script again, without training, and says what it found"]]
+    return rows
 
 
 def _is_in_use(folder: Path) -> bool:

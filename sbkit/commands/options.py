@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 RUNS_CODE = ("The recipe in a run's folder is code, which this command imports and calls: use only "
              "runs that you trust.")
+RUNS_SCRIPT = f"{RUNS_CODE} Of a run that a SpeechBrain script has trained, it runs the script, without training."
 
 
 def request_of(kind: type[T], args: argparse.Namespace, **more: object) -> T:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,10 +19,11 @@ from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, registe
 from speechbrain.utils.run_opts import RunOptions
 from torch.optim import Optimizer
 
-from sbkit.compat import loaders, script_loop
+from sbkit.compat import loaders, script_loop, script_run
 from sbkit.compat.drawn_ahead import SpeechBrainDrawnAhead
 from sbkit.compat.evaluation_pass import evaluation_pass
 from sbkit.compat.hooks import BrainHooks, objectives_of
+from sbkit.compat.script_record import ScriptRecord
 from sbkit.compat.wrapping import share_training
 from sbkit.data.loader import plain_worker_errors
 from sbkit.errors import SbkitError, first_line
@@ -118,9 +120,12 @@ class Brain(sb.core.Brain):
         self._choose_precision(*options.precisions(run_opts, hparams))
 
         self.compiled = False
+        self.latest_loader: DataSource | None = None
+        """Of the latest validation or test: ``sbkit.export`` compares on it."""
         self.utilisation: Utilisation | None = None
         """With it, each epoch of ``fit`` reports the share of the device's peak FLOPs that it used."""
-        self.metrics_log = None if self.debug else MetricsLog.of(self.keys, vars(self.hparams))
+        logs = not self.debug and script_run.current() is None
+        self.metrics_log = MetricsLog.of(self.keys, vars(self.hparams)) if logs else None
         self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device,
                                  SpeechBrainDrawnAhead(self.layer_roots, device))
         self._rate_factors: dict[str, float] = {}
@@ -356,6 +361,10 @@ class Brain(sb.core.Brain):
             progressbar: bool | None = None, train_loader_kwargs: dict[str, Any] | None = None,
             valid_loader_kwargs: dict[str, Any] | None = None) -> None:
         """Train and validate for each epoch of ``epoch_counter``; see SpeechBrain's ``Brain.fit``."""
+        again = script_run.current()
+        if again is not None:
+            again.fit(self, valid_set, dict(valid_loader_kwargs or {}))
+            return
         if self.test_only:
             logger.info("Test only mode, skipping training and validation stages.")
             if self.checkpointer is not None and not self.checkpointer.list_checkpoints() and ranks.is_main():
@@ -363,6 +372,7 @@ class Brain(sb.core.Brain):
                                self.checkpointer.checkpoints_dir)
             return
         outlast_terminal()
+        self._record_script()
         with ranks.failing_together(), oom_as_user_error(self.device), plain_worker_errors(), self.trainer.fitting():
             train_set = loaders.resolve_loader(self, train_set, Stage.TRAIN, train_loader_kwargs or {})
             valid_set = loaders.resolve_loader(self, valid_set, Stage.VALID,
@@ -384,6 +394,22 @@ class Brain(sb.core.Brain):
                                "further")
             if self.checkpointer is not None:
                 self.checkpointer.wait()
+
+    def _record_script(self) -> None:
+        """Record how this script was started, so that ``sbkit export`` can run it again."""
+        if self.debug or not isinstance(self.keys, ScriptKeys) or not ranks.is_main():
+            return
+        record = ScriptRecord.of_this_process()
+        folder = self.run_folder
+        if record is not None and folder is not None:
+            record.write(folder)
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The output folder, by the recipe or else the checkpoints, which lie in it; None if neither is there."""
+        if self.keys.output_folder is not None:
+            return Path(self.keys.output_folder)
+        return None if self.checkpointer is None else Path(self.checkpointer.checkpoints_dir).parent
 
     def _fit_train(self, train_set: DataSource, epoch: int, enable: bool) -> None:
         self.trainer.train_epoch(train_set, epoch, enable)
@@ -430,6 +456,7 @@ class Brain(sb.core.Brain):
         """Validate and call the hooks around it; a run that should stop saves the end of the training instead."""
         if valid_set is None:
             return
+        self.latest_loader = valid_set
         self.open_stage(Stage.VALID, epoch)
         loss = self.pass_over(valid_set, Stage.VALID, f"valid {epoch}", enable)
         self.step = 0
@@ -442,10 +469,14 @@ class Brain(sb.core.Brain):
     def evaluate(self, test_set: DataSource, max_key: str | None = None, min_key: str | None = None,
                  progressbar: bool | None = None, test_loader_kwargs: dict[str, Any] | None = None) -> float:
         """Load the best checkpoint, evaluate ``test_set`` and return the average loss."""
+        again = script_run.current()
+        if again is not None:
+            again.evaluate(self, test_set, dict(test_loader_kwargs or {}), {"max_key": max_key, "min_key": min_key})
         outlast_terminal()
         with ranks.failing_together(), oom_as_user_error(self.device), plain_worker_errors(), self.trainer.evaluating():
             test_set = loaders.resolve_loader(self, test_set, Stage.TEST,
                                               {**(test_loader_kwargs or {}), "ckpt_prefix": None})
+            self.latest_loader = test_set
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             self.open_stage(Stage.TEST)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()

@@ -89,6 +89,18 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
     return ComparisonClips([beginning, *clips, long_clip], origin, longest, hint, others)
 
 
+def comparison_clips(clips: list[Clip], sample_rate: int, origin: str) -> ComparisonClips:
+    """Add the beginning of a clip, and one that is longer than all, to clips of a test set.
+
+    origin : where they come from
+    """
+    longest = max(len(clip.signal) for clip in clips) / sample_rate
+    beginning = Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of a clip")
+    long_clip = _join(clips, longest * LONGER * sample_rate, 0)
+    return ComparisonClips([beginning, *clips, long_clip], origin, longest,
+                           others="the first 50 ms of one and several joined, longer than any")
+
+
 def _longest_in_training(corpus: Corpus | None) -> float:
     """Return the seconds of the longest training utterance; 0 if they are unknown."""
     if corpus is None:

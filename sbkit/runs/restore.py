@@ -65,9 +65,9 @@ def read_run(run: str | Path) -> Recipe:
         raise SbkitError("recipe-not-loaded", f"{path} cannot be loaded: {summary(error)}",
                          hint="was it trained with your own code? add its folder to PYTHONPATH", file=path) from error
     if hparams.get("brain") is None:
-        raise SbkitError("run-of-script",
-                         f"{run} was trained by a script, which also tests; this command needs the run of a task",
-                         hint="docs/tutorials/own-task.md makes a task of it", file=run)
+        raise SbkitError("run-of-script", f"{run} was trained by a script, and this command needs the run of a task",
+                         file=run, hint="sbkit export and sbkit evaluate take a script's run; "
+                         "docs/tutorials/own-task.md makes a task of it")
     if hparams.get("checkpointer") is None:
         raise SbkitError("no-checkpoint", f"{path} has no checkpointer, so nothing that it trained was saved",
                          hint="train it again with one", file=path)

@@ -140,6 +140,18 @@ def test_the_speechbrain_notebook_runs_on_one_device_and_on_two(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.slow
+def test_from_a_speechbrain_recipe_to_a_served_model(tmp_path):
+    tones(tmp_path / "data", 18, 6, shortest=1.0)
+    shutil.copy(tmp_path / "data" / "wavs" / "test0.wav", tmp_path / "clip.wav")
+    said = follow("from-speechbrain", tmp_path, run=lambda *words, cwd: processes.sbkit(*words, cwd=cwd).stdout)
+    assert "WER" in said["evaluate"][0] and "compute_forward" in said["export"][0]
+    assert (tmp_path / "results/mine/evaluations/test-best/report.html").is_file()
+    served = [words for command, *words in steps("from-speechbrain") if command == "serve"]
+    assert served == [["bundle"]] and (tmp_path / "bundle" / "model.onnx").exists()
+
+
+@pytest.mark.long
+@pytest.mark.slow
 def test_a_task_of_ones_own_from_its_notebook(tmp_path):
     tones(tmp_path / "data", 60, 15)
     shutil.copy(tmp_path / "data" / "wavs" / "test0.wav", tmp_path / "clip.wav")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +48,16 @@ def separates_words(corpus: Any) -> bool:  # a Corpus, a Mixture, or one of a us
         texts = Manifest.open_prepared(path).texts
         places = np.unique(np.linspace(0, len(texts) - 1, min(_TEXTS, len(texts))).astype(np.int64))
         sample = [text for i in places.tolist() if (text := texts[i])]
-        if not sample:
-            continue
-        if sum(" " in text for text in sample) > _SPACED * len(sample):
-            return True
-        # Single words, such as keywords, have no spaces either.
-        letters = [character for text in sample for character in text if character.isalpha()]
-        unspaced = sum(unicodedata.name(letter, "").startswith(_WITHOUT_SPACES) for letter in letters)
-        return 2 * unspaced <= len(letters)
+        if sample:
+            return have_spaces(sample)
     return True
+
+
+def have_spaces(texts: Sequence[str]) -> bool:
+    """Whether spaces separate words in texts of a language."""
+    if sum(" " in text for text in texts) > _SPACED * len(texts):
+        return True
+    # Single words, such as keywords, have no spaces either.
+    letters = [character for text in texts for character in text if character.isalpha()]
+    unspaced = sum(unicodedata.name(letter, "").startswith(_WITHOUT_SPACES) for letter in letters)
+    return 2 * unspaced <= len(letters)
