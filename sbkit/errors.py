@@ -58,10 +58,8 @@ class SbkitError(Exception):
     #: What a line with it begins with on the screen.
     prefix = "error: "
 
-    def __init__(self, code: str, message: str = "", *, hint: str | None = None, file: str | os.PathLike[str] | None = None,
+    def __init__(self, code: str, message: str, *, hint: str | None = None, file: str | os.PathLike[str] | None = None,
                  line: int | None = None, key: str | None = None, value: object = None, exit_code: int | None = None):
-        if message == "":  # TRANSITION
-            code, message = "uncoded", code  # TRANSITION
         message, hint = printable(message), None if hint is None else printable(hint)
         super().__init__(message if hint is None else f"{message}; {hint}")
         self.code = code

@@ -11,8 +11,8 @@ import sbkit
 
 HOME = Path(sbkit.__file__).parent
 #: From the ground up. A room imports those before it.
-ORDER = ("errors", "explanations", "system", "nn", "data", "codes", "decode", "score", "recipe", "train", "compat", "runs",
-         "export", "tasks", "infer", "serve", "rehearsal", "doctor", "commands", "cli", "__main__")
+ORDER = ("errors", "explanations", "system", "nn", "data", "codes", "decode", "score", "recipe", "train", "compat",
+         "runs", "export", "tasks", "infer", "serve", "rehearsal", "doctor", "commands", "cli", "__main__")
 #: Rooms that are nobody's ground: whatever stands above them, only these import them.
 ONLY_BY = {"doctor": {"commands"}, "commands": {"cli"}, "cli": {"__main__"}, "__main__": set()}
 #: What one who uses a bundle has no use for.

@@ -68,9 +68,7 @@ _MEMBER = re.compile(r"^(?P<path>.+)\?offset=(?P<offset>\d+)&size=(?P<size>\d+)$
 class AudioError(SbkitError):
     """Raised for audio that can't be used: ``.code`` and ``.cause`` say why, ``.wav`` names it."""
 
-    def __init__(self, code: str, wav: str, cause: str = ""):
-        if cause == "":  # TRANSITION
-            code, wav, cause = "uncoded", code, wav  # TRANSITION
+    def __init__(self, code: str, wav: str, cause: str):
         super().__init__(code, f"{wav}: {cause}", file=None if wav.startswith("<") else wav)
         self.wav = wav
         self.cause = cause

@@ -18,7 +18,7 @@ def unreadable(path: str | os.PathLike[str], error: Exception, hint: str | None 
     if isinstance(error, UnicodeDecodeError):
         return SbkitError("not-utf8", f"{path} is not UTF-8: {error.reason} at byte {error.start}",
                           hint=hint or "convert it, for example with iconv -f latin1 -t utf-8", file=path)
-    code = "no-such-path" if isinstance(error, FileNotFoundError) else "cannot-read"
+    code = "no-such-path" if isinstance(error, FileNotFoundError) else "not-readable"
     return SbkitError(code, f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", hint=hint,
                       file=path)
 

@@ -124,7 +124,7 @@ class Pipeline:
                     read.put(_ReadChunk(index, number, chunk))
                     number += 1
                 if not number:
-                    raise AudioError(recordings[index].name, "holds no audio")
+                    raise AudioError("empty-audio", recordings[index].name, "holds no audio")
                 read.put(_EndOfRecording(index, number))
             except BaseException as error:
                 read.put(_EndOfRecording(index, number, error))

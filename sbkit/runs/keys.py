@@ -103,7 +103,7 @@ class TaskKeys(TrainKeys):
     def folder(self) -> Path:
         """The output folder; raises if the recipe has none."""
         if self.output_folder is None:
-            raise SbkitError("no-output",
+            raise SbkitError("missing-key",
                              "the recipe has no output_folder",
                              hint="say where checkpoints and results go",
                              key="output_folder")
