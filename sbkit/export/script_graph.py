@@ -150,7 +150,7 @@ def replacing(parts: Sequence[nn.Module] | nn.ModuleList, replacements: list[nn.
         for layer in layers:
             forward = _traceable_forward(layer, replacements)
             if forward is not None:
-                layer.forward = forward  # type: ignore[method-assign]
+                layer.forward = forward
                 forwards.append(layer)
         yield
     finally:

@@ -127,7 +127,7 @@ class Adapters(ABC):
             patterns = _shortest_patterns(fitting)
             more = f" and {len(patterns) - _NAMED} more" if len(patterns) > _NAMED else ""
             raise SbkitError("no-such-part", f"{type(self).__name__}: targets: {'; '.join(problems)}", key="targets",
-                             value=(missing or unsupported)[0], hint=f"possible targets: "
+                             value=[*missing, *unsupported][0], hint=f"possible targets: "
                              f"{patterns[:_NAMED]}{more} (docs/how-to/finetune.md#adapters says which are of "
                              "attention)")
 

@@ -68,12 +68,12 @@ class Stopped(SbkitError, SystemExit):
     prefix = ""  # whoever stops a run has made no mistake
 
     # Python looks for the exit code where other errors have their code; no pickle would keep it.
-    @property
-    def code(self) -> int:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def code(self) -> int:
         return self.exit_code
 
     @code.setter
-    def code(self, code: str) -> None:
+    def code(self, code: str) -> None:  # type: ignore[override]
         assert code == _STOPPED
 
     @property

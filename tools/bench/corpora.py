@@ -58,7 +58,7 @@ def parse(text: str) -> Spec:
     language, sign, folder = text.partition("=")
     if sign and language and folder:
         if not Path(folder).exists():
-            raise SbkitError(f"there is no corpus {text}: no such folder or archive")
+            raise SbkitError("bench", f"there is no corpus {text}: no such folder or archive")
         return Spec(language, folder=str(Path(folder).resolve()))
     language, _, hours = text.partition(":")
     try:
@@ -66,7 +66,7 @@ def parse(text: str) -> Spec:
     except ValueError:
         length = 0.0
     if not language or not 0 < length <= 1000:
-        raise SbkitError(f"cannot read the corpus {text!r}",
+        raise SbkitError("bench", f"cannot read the corpus {text!r}",
                          hint="write LANGUAGE:HOURS, such as es:1, for synthesised speech, or LANGUAGE=FOLDER")
     return Spec(language, hours=length)
 
@@ -79,7 +79,7 @@ def find(spec: Spec, out: Path) -> Corpus | None:
     except FileNotFoundError:
         return None
     if spec.folder not in (None, found.source):
-        raise SbkitError(f"{path.parent} was made from {found.source}, not {spec.folder}", hint="choose another --out")
+        raise SbkitError("bench", f"{path.parent} was made from {found.source}, not {spec.folder}", hint="choose another --out")
     return found
 
 

@@ -47,9 +47,9 @@ def check_keys(recipe: Path, words: list[str], own: Collection[str] = ()) -> Non
     options = "--help lists this program's own options"
     request = arguments.parse([str(recipe), *words], importable=False)
     if taken := sorted(request.overrides.keys() & own):
-        raise SbkitError(f"--{taken[0]} is set by this program for each run", hint=options)
+        raise SbkitError("bench", f"--{taken[0]} is set by this program for each run", hint=options)
     if wrong := [each for each in check(request.path, request.overrides, run=False).errors if each.key not in own]:
-        raise SbkitError("; ".join(f"{each.key}: {each.message}" for each in wrong),
+        raise SbkitError("bench", "; ".join(f"{each.key}: {each.message}" for each in wrong),
                          hint=wrong[0].suggestion if wrong[0].suggestion.startswith("did you") else options)
 
 
@@ -96,7 +96,7 @@ def call(name: str, command: Sequence[Any], log: Path, threads: int | None = Non
                               check=False).returncode
     if code:
         last = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-1]
-        raise SbkitError(f"{name} ended with code {code}: {last}", hint=f"its log is {log}")
+        raise SbkitError("bench", f"{name} ended with code {code}: {last}", hint=f"its log is {log}")
 
 
 def sbkit(name: str, words: Sequence[Any], log: Path, threads: int | None = None) -> None:
@@ -157,6 +157,6 @@ class Results:
     def _read(self, path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found["options"] != self.options:
-            raise SbkitError(f"{path} was measured with other options: {found['options']}, now {self.options}",
+            raise SbkitError("bench", f"{path} was measured with other options: {found['options']}, now {self.options}",
                              hint="choose another --out for these, or remove the results")
         return found

@@ -102,7 +102,7 @@ class Bench:
         for recipe in {RECIPES.get(way, RECIPE) for way in args.ways}:
             check_keys(recipe, keys, OWN)
         if "nemo" in args.ways and (reason := systems.missing("nemo", self.setting)):
-            raise SbkitError(reason)
+            raise SbkitError("bench", reason)
         self.specs = [corpora.parse(word) for word in args.corpora.split(",")]
         encoder = {"encoder_source": str(args.encoder and args.encoder.resolve())}
         self.starts = {"nothing": {}, "demo": {"init_from": str(args.source and args.source.resolve())},

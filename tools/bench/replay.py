@@ -59,7 +59,7 @@ class Bench:
             language, _, rest = word.partition("=")
             folder, _, epochs = rest.rpartition(":")
             if not Path(folder).exists() or not epochs.isdigit():
-                raise SbkitError(f"--corpora {word}: there is no such folder, or no number of epochs",
+                raise SbkitError("bench", f"--corpora {word}: there is no such folder, or no number of epochs",
                                  hint="write LANGUAGE=DATA_FOLDER:EPOCHS")
             given = {"data_folder": Path(folder).resolve(), "language": language, "number_of_epochs": epochs}
             with_replay = self.measure(f"{language}.replay-{self.args.replay:g}", {**given, "replay": self.args.replay})

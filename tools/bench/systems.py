@@ -151,7 +151,7 @@ def score(split: str, references: dict[str, str], transcripts: dict[str, str]) -
     scored = {name: text for name, text in references.items() if text.split()}
     missing = [name for name in scored if name not in transcripts]
     if missing:
-        raise SbkitError(f"{len(missing)} of {len(scored)} {split} utterances were not transcribed, "
+        raise SbkitError("bench", f"{len(missing)} of {len(scored)} {split} utterances were not transcribed, "
                          f"such as {missing[0]}")
     words, characters = ErrorRates("word"), ErrorRates("character")
     for rates in (words, characters):
@@ -222,4 +222,4 @@ def make_nemo(folder: Path) -> None:
                     [folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", NEMO]):
         code = subprocess.run([str(word) for word in command], check=False).returncode
         if code:
-            raise SbkitError(f"NeMo's environment was not made: {' '.join(map(str, command))} ended with code {code}")
+            raise SbkitError("bench", f"NeMo's environment was not made: {' '.join(map(str, command))} ended with code {code}")

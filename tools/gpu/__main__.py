@@ -112,7 +112,7 @@ def find_cards(dry_run: bool) -> tuple[dict[str, object], str]:
         return {"device": "cpu", "dry_run": True, "cards": 2, "gib": None}, "a CPU instead of two cards"
     cards = doctor.ask("torch")["cards"].get("cards", [])
     if not cards:
-        raise SbkitError("torch finds no CUDA card on this machine", exit_code=1,
+        raise SbkitError("no-device", "torch finds no CUDA card on this machine", exit_code=1,
                          hint="sbkit doctor says why; --dry-run runs the same checks small, on the CPU")
     names = [card["name"] for card in cards]
     shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
