@@ -285,7 +285,8 @@ class ApplyCodec(RandomStage):
         wrong = [name for name in codecs if name not in _CODECS] if isinstance(codecs, (list, tuple)) else [codecs]
         if wrong or not codecs:
             raise SbkitError("bad-value", f"ApplyCodec: codecs are {codecs!r}",
-                             hint=f"a list of any of {', '.join(_CODECS)}", key="ApplyCodec.codecs", value=codecs)
+                             hint=f"expected a list of any of {', '.join(_CODECS)}", key="ApplyCodec.codecs",
+                             value=codecs)
         super().__init__(prob, sample_rate)
         self.codecs = list(codecs)
 
@@ -435,6 +436,6 @@ def check_probability(prob: float, owner: str) -> float:
     """Return a probability; an error if it isn't one."""
     require(f"{owner}: prob", prob, Number())
     if not 0 <= prob <= 1:
-        raise SbkitError("bad-value", f"{owner}: prob is {prob}", hint="a probability from 0 to 1", key=f"{owner}.prob",
-                         value=prob)
+        raise SbkitError("bad-value", f"{owner}: prob is {prob}", hint="it must be a probability from 0 to 1",
+                         key=f"{owner}.prob", value=prob)
     return float(prob)

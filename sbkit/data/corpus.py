@@ -143,7 +143,7 @@ class Corpus:
         for voice in self.demo_voices:
             if not re.fullmatch(r"[\w+-]+", voice):
                 raise SbkitError("unknown-voice", f"corpus: demo_voices: {voice!r} is not a voice of espeak-ng",
-                                 hint="such as en-us+f2", key="corpus.demo_voices", value=voice)
+                                 hint="write a name such as en-us+f2", key="corpus.demo_voices", value=voice)
         for name in ("min_duration", "max_duration"):
             require(f"corpus: {name}", getattr(self, name), Nullable(NOT_NEGATIVE))
         require("corpus: short_text", self.short_text, COUNT)

@@ -54,7 +54,9 @@ class NameTable:
             raise SbkitError("not-prepared", f"{self.file} doesn't exist yet", hint="prepare the corpus: sbkit prepare",
                              file=self.file) from None
         except (OSError, ValueError) as error:
-            raise SbkitError("damaged-preparation", f"{self.file} cannot be read: {error}", file=self.file) from None
+            raise SbkitError("damaged-preparation", f"{self.file} cannot be read: {error}",
+                             hint="remove it, and prepare the corpus again in a new output_folder",
+                             file=self.file) from None
         if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names) \
                 or names != sorted(set(names)):
             raise SbkitError("damaged-preparation", f"{self.file} is not a sorted list of names",

@@ -103,7 +103,8 @@ def compare(a: MetricEstimate, b: MetricEstimate) -> RunComparison:
                          hint="compare runs of the same task")
     in_one_only = sorted(set(a.ids) ^ set(b.ids))
     if in_one_only:
-        raise SbkitError("not-comparable", f"{len(in_one_only)} recordings were scored in one run only: "
+        were = "recordings were" if len(in_one_only) > 1 else "recording was"
+        raise SbkitError("not-comparable", f"{len(in_one_only)} {were} scored in one run only: "
                          f"{first_few(in_one_only)}", hint="compare runs on the same corpus")
     pairs = min(len(a.drawn), len(b.drawn))
     if pairs < MIN_SAMPLES:

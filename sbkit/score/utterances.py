@@ -57,6 +57,7 @@ def read(path: str | os.PathLike[str]) -> list[ScoredUtterance]:
             try:
                 utterances.append(ScoredUtterance(**untrusted.parse_json(line)))
             except (ValueError, TypeError) as error:
-                raise SbkitError("damaged-results", f"{path}, line {number}: {error}",
+                what = f"not JSON ({error})" if isinstance(error, ValueError) else "not a scored utterance"
+                raise SbkitError("damaged-results", f"{path}, line {number}: {what}",
                                  hint="score the run again (sbkit evaluate)", file=path, line=number) from None
     return utterances

@@ -179,7 +179,7 @@ def test_any_json_as_manifest_raises_sbkit_error(tmp_path_factory, values):
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\ud800".encode("utf-8", "surrogatepass")])
 def test_a_manifest_that_is_not_json_raises_sbkit_error(tmp_path, text):
     (tmp_path / MANIFEST).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with refused("damaged-codes"):
+    with refused("damaged-codes", wording=False, file=tmp_path / MANIFEST):
         Codes(tmp_path)
 
 

@@ -245,7 +245,8 @@ def test_broken_audio_is_named_with_its_cause(what, tmp_path):
     path.write_bytes(data)
     for wav in (path, data):
         file = path if wav is path else None
-        with refused(code, kind=AudioError, file=file) as caught:
+        # How many bytes an encoder writes, and how much of a cut file is read, is up to its version.
+        with refused(code, wording=wav is path and "cut" not in what, kind=AudioError, file=file) as caught:
             read_audio(wav)
         assert caught.value.wav == (str(path) if wav is path else f"<{len(data)} bytes of audio>")
         assert isinstance(caught.value, UnknownFormat) == (what in ("garbage", "html"))
@@ -271,7 +272,7 @@ def test_training_transcription_and_serving_refuse_the_same_values(value, is_sou
 @pytest.mark.parametrize("wav, code", [
     ("gone.mp3", "missing-audio"), ("gone.tar?offset=0&size=10", "missing-audio"), ("", "not-readable"),
     ("pipe.wav", "not-readable"), ("pipe.wav?offset=0&size=10", "not-readable")])
-def test_what_is_no_file_is_named_and_not_waited_for(tmp_path, wav, code):
+def test_refuses_missing_files_folders_and_pipes_at_once(tmp_path, wav, code):
     os.mkfifo(tmp_path / "pipe.wav")
     with refused(code, kind=AudioError) as caught:
         read_audio(str(tmp_path / wav))

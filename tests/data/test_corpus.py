@@ -416,7 +416,7 @@ def test_a_replacement_is_not_made_again_in_manifests_that_the_same_rules_wrote(
 
 @pytest.mark.parametrize("written", ["{away}/a.wav", "$data_root/a.wav", "clips/a.wav"])
 @pytest.mark.parametrize("root", [None, "elsewhere"])
-def test_where_recordings_are_is_told_as_the_list_writes_them(written, root, tmp_path):
+def test_says_how_to_set_data_root_when_recordings_are_missing(written, root, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     for split in "train", "dev", "test":
@@ -427,7 +427,7 @@ def test_where_recordings_are_is_told_as_the_list_writes_them(written, root, tmp
         corpus.prepare(show_progress=False)
 
 
-def test_where_recordings_are_is_told_of_the_missing_one_if_another_row_is_malformed(tmp_path):
+def test_says_how_to_set_data_root_when_another_row_is_malformed(tmp_path):
     lines = ["ID,duration,start,wav,wrd", "broken,1.0,-1,clips/a.wav,words", "gone,1.0,0,clips/b.wav,words"]
     for split in "train", "dev", "test":
         (tmp_path / f"{split}.csv").write_text("\n".join(lines) + "\n")

@@ -211,12 +211,13 @@ def test_a_header_of_no_table_is_refused_at_once_and_in_a_short_line(tmp_path, h
     path = tmp_path / "m.csv"
     path.write_bytes(header.encode() + b"\na,b\n")
     began = time.perf_counter()
-    with refused(code) as error:
+    # Python's words about a line end within a header vary.
+    with refused(code, wording="\r" not in header, file=path, line=1) as error:
         Manifest.read(path)
     assert time.perf_counter() - began < 5 and len(str(error.value)) < 1000
 
 
-def test_a_file_that_is_absent_is_named_and_a_pipe_is_not_waited_for(tmp_path):
+def test_refuses_missing_files_and_pipes_at_once(tmp_path):
     os.mkfifo(tmp_path / "m.csv")
     for name, code in (("m.csv", "not-readable"), ("nope.csv", "no-such-path")):
         with refused(code, file=tmp_path / name):

@@ -42,7 +42,7 @@ def test_pieces_that_are_ambiguous_are_refused(pieces):
 
 
 @pytest.mark.parametrize("piece", ["\x1b]0;title\x07", "a\nb", "\x9b2J", "\x7f"])
-def test_a_token_that_a_terminal_would_obey_is_refused_wherever_a_vocabulary_is_read(tmp_path, piece):
+def test_refuses_control_characters_in_tokens(tmp_path, piece):
     with refused("control-character") as caught:
         piece_model(["_", "a", piece])
     assert piece not in str(caught.value)

@@ -237,7 +237,7 @@ TRANSFORMERS = json.dumps({"model_type": "wav2vec2", "files": ["thesis.tex"]})
     ('{"format": "sbkit bundle", "files": {"../b/thesis.tex": {}}}', {"thesis.tex": "years"}),
 ])
 @pytest.mark.parametrize("place", ["to", "keep"])
-def test_what_is_not_a_bundle_or_has_other_files_is_refused_by_name(tmp_path, config, others, place):
+def test_refuses_to_replace_folders_and_files_of_others(tmp_path, config, others, place):
     to = tmp_path / "b"
     export(to, 1)
     at = to if place == "to" else publish.previous(to)
@@ -256,7 +256,7 @@ def test_what_is_not_a_bundle_or_has_other_files_is_refused_by_name(tmp_path, co
 
 
 @refusals
-def test_a_file_that_somebody_puts_there_during_the_export_survives(tmp_path, number, caplog):
+def test_keeps_a_file_added_during_the_export(tmp_path, number, caplog):
     to = tmp_path / "b"
     export(to, 1)
 

@@ -94,7 +94,7 @@ def test_the_release_root_its_parent_and_the_language_folder_are_the_same(tmp_pa
     assert len(read(home.parent, language="de")) == 2
     with refused("ambiguous-corpus"):
         read(home.parent)
-    with refused("ambiguous-corpus"):
+    with refused("ambiguous-corpus", key="language", value="it"):
         read(home.parent, language="it")
     common_voice(tmp_path / "cv-corpus-20.0", "de", train=["a"])
     check_exists(tmp_path)  # of two releases, the language is in one
@@ -112,16 +112,15 @@ def test_a_language_that_is_another_than_the_clips_is_warned_of(tmp_path, caplog
 @pytest.mark.parametrize("column", ["path", "sentence"])
 def test_a_needed_column_that_is_not_there_is_named(tmp_path, column):
     home = common_voice(tmp_path, columns=tuple(c for c in NEW_COLUMNS if c != column), train=["a"])
-    with refused("missing-column") as error:
+    with refused("missing-column", file=home / "train.tsv", key=column):
         read(home)
-    assert f"{home}/train.tsv" in str(error.value) and "is it a Common Voice release?" in str(error.value)
 
 
 def test_text_that_is_not_utf8_is_named_by_line(tmp_path):
     home = common_voice(tmp_path, columns=("path", "sentence"), train=["a"])
     with open(home / "train.tsv", "ab") as file:
         file.write(b"x.mp3\t\xe9t\xe9\n")
-    with refused("not-utf8"):
+    with refused("not-utf8", file=home / "train.tsv", line=3, key="sentence"):
         read(home)
 
 
@@ -259,7 +258,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
     member("cv\\..\\evil.tsv"), member("cv/clips/a.mp3", tarfile.SYMTYPE, "/etc/passwd"),
     member("cv/clips/a.mp3", tarfile.LNKTYPE, "../../evil"), member("cv/clips/a.mp3", tarfile.CHRTYPE),
     member("cv/clips/a.mp3", tarfile.FIFOTYPE)], ids=lambda m: f"{m.name} {m.type.decode()}")
-def test_archives_that_lead_out_of_the_folder_or_hold_links_and_devices_are_refused(tmp_path, entry):
+def test_refuses_archives_with_links_devices_or_paths_outside_the_folder(tmp_path, entry):
     path = hostile(tmp_path / "evil.tar.gz", (member("cv/train.tsv"), b"path\tsentence\n"), (entry, b"x"))
     with refused("suspicious-file"):
         prepared(path, tmp_path / "m")
@@ -295,7 +294,7 @@ def test_only_clips_and_tables_are_unpacked(tmp_path):
 
 def test_a_disk_that_is_too_small_is_reported_before(download, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "free", lambda _: 10)
-    with refused("disk-full"):
+    with refused("disk-full", wording=False):
         prepared(download, tmp_path / "m")
 
 
@@ -311,7 +310,7 @@ def test_damage_anywhere_in_an_archive_is_reported(tmp_path, packed):
     places = range(40, len(whole) - 8, len(whole) // 15) if packed else headers
     for at in places:
         path.write_bytes(whole[:at] + bytes(x ^ 0x5A for x in whole[at : at + 8]) + whole[at + 8 :])
-        with refused("damaged-download"):
+        with refused("damaged-download", wording=False, file=path):
             open_source(path, cache=tmp_path / "cache", show_progress=False).names()
         assert not (tmp_path / "cache" / "damaged").exists()
     path.write_bytes(whole)
@@ -322,5 +321,5 @@ def test_an_archive_of_something_else_is_named(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "readme.txt").write_text("no release")
     path = archive(tmp_path / "notes", tmp_path / "notes.tar.gz")
-    with refused("ambiguous-corpus"):
+    with refused("unknown-corpus-format", file=tmp_path / "cache" / "notes"):
         open_source(path, cache=tmp_path / "cache", show_progress=False).names()

@@ -96,7 +96,7 @@ def prepared(home: Path, *cases: dict, **other: str) -> list:
 
 
 @pytest.mark.slow
-def test_a_config_of_a_dataset_is_prepared_and_each_mistake_is_one_message_that_says_what_to_do(hub, tmp_path):
+def test_prepares_a_config_and_refuses_wrong_addresses(hub, tmp_path):
     """Over a line that breaks; offline, what was loaded once will do."""
     hub.breaks = {"fr/train-00001-of-00002.parquet": 1}
     cases = [

@@ -18,9 +18,8 @@ def test_the_same_corpus_is_prepared_again_and_another_is_refused(tmp_path):
         Symbols(tmp_path / "s.json").load()
     Symbols(tmp_path / "s.json").prepare(["ab"])
     assert len(Symbols(tmp_path / "s.json").prepare(["ba"])) == 3
-    with refused("corpus-changed") as error:
+    with refused("corpus-changed"):
         Symbols(tmp_path / "s.json").prepare(["abc"])
-    assert "new output_folder" in error.value.hint
     assert Symbols(tmp_path / "s.json").load().names == [PADDING, "a", "b"]
 
 
@@ -36,7 +35,7 @@ def test_a_corpus_without_text_or_not_in_letters_is_refused(tmp_path):
                                      '["ab", "c"]', "[" * 10_000, b"\xff\xfe"])
 def test_a_damaged_file_is_a_plain_error(tmp_path, content):
     (tmp_path / "s.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    with refused("damaged-preparation"):
+    with refused("damaged-preparation", wording=False, file=tmp_path / "s.json"):
         Symbols(tmp_path / "s.json").load()
 
 
@@ -61,6 +60,5 @@ def test_names_are_cut_and_too_many_speakers_refused(tmp_path):
     speakers = Speakers(tmp_path / "s.json", several=True)
     [name] = speakers.prepare(["x" * 5000])
     assert len(name) == 200 and speakers.number("x" * 5000) == 0
-    with refused("too-many-values") as error:
+    with refused("too-many-values"):
         Speakers(tmp_path / "t.json", several=True).prepare(map(str, range(MAX_SPEAKERS + 1)))
-    assert "several: false" in error.value.hint

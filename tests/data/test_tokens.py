@@ -166,7 +166,7 @@ def test_only_a_char_model_with_all_characters_follows(tmp_path):
 
 def test_output_neurons_must_fit(trained):
     trained.check(30)
-    with refused("wrong-vocab-size"):
+    with refused("wrong-vocab-size", key="output_neurons", value=31):
         trained.check(31)
 
 
@@ -183,7 +183,7 @@ def test_files_that_are_no_fitting_model_are_named(tmp_path):
     with refused("bad-tokenizer"):
         Tokenizer(tmp_path, model=tmp_path / "x.model").load()
     os.truncate(tmp_path / "x.model", 1 << 30)  # takes no room on the disk
-    with refused("not-readable"):
+    with refused("not-readable", file=tmp_path / "x.model"):
         Tokenizer(tmp_path, model=tmp_path / "x.model").load()
     model = io.BytesIO()
     spm.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=30, unk_id=3,
@@ -192,7 +192,7 @@ def test_files_that_are_no_fitting_model_are_named(tmp_path):
     with refused("bad-tokenizer"):
         Tokenizer(tmp_path, model=tmp_path / "x.model").load()
     Tokenizer(tmp_path, 30).prepare(TEXTS).path.rename(tmp_path / "31_unigram.model")
-    with refused("wrong-vocab-size"):
+    with refused("wrong-vocab-size", file=tmp_path / "31_unigram.model", value=31):
         Tokenizer(tmp_path, 31).load()
     with refused("bad-tokenizer"):
         Tokenizer(tmp_path, 31, bos_id=-1, eos_id=-1).load()

@@ -47,15 +47,13 @@ class CommonVoice(Source):
             folders = language_folders(path)
             chosen = [folder for folder in folders if language in (None, folder.name)]
         if len(chosen) != 1:
-            names = ", ".join(folder.name for folder in folders) or "none"
-            what = f"{path} has several languages, and none is chosen"
             if not folders:
-                what = f"{path} is not a Common Voice release"
-            elif language:
-                what = f"{path} has no language {language!r}"
-            raise SbkitError("ambiguous-corpus", f"{what} (its languages: {names})",
-                             hint="set the language to one of these; a release of one language has clips/ and "
-                                  "train.tsv", file=path, key="language", value=language)
+                raise SbkitError("unknown-corpus-format", f"{path} is not a Common Voice release",
+                                 hint="expected a folder with clips/ and train.tsv", file=path)
+            what = f"no language {language!r}" if language else "several languages, and none is chosen"
+            names = ", ".join(folder.name for folder in folders)
+            raise SbkitError("ambiguous-corpus", f"{path} has {what} (its languages: {names})",
+                             hint="set the language to one of these", file=path, key="language", value=language)
         self.folder = chosen[0]
         self.language = language
         self._has_warned = False  # that the recordings have another language

@@ -364,12 +364,12 @@ def test_runs_that_cannot_be_compared_are_reported(tmp_path, run, capsys):
 def test_damaged_files_are_named(run):
     metrics = run / "metrics.jsonl"
     metrics.write_text("no json\n" + metrics.read_text())
-    with refused("damaged-results"):
+    with refused("damaged-results", file=metrics, line=1):
         write_report(run)
     run_folders.finished_run(run, run_folders.scored())
     with open(run / "test_utterances.jsonl", "a") as out:
         out.write('{"id": "x"}\n')
-    with refused("damaged-results"):
+    with refused("damaged-results", file=run / "test_utterances.jsonl"):
         write_report(run)
 
 
