@@ -148,7 +148,7 @@ def test_a_tensor_of_a_layer_that_is_no_buffer_is_to_become_one_unless_it_is_spe
                     "    stays: !ref <stays>\n    features: !ref <features>\n")
     assert [str(each).partition(": ")[2] for each in check(path).findings] == [
         "warning: stays: stays.table would stay on the CPU when the modules move to a device; make it a buffer of "
-        "Stays (register_buffer), or move it in forward"]
+        "Stays (register_buffer), or move it in forward [left-behind]"]
 
 
 def test_each_parameter_is_in_one_checkpoint_file(tmp_path):

@@ -247,4 +247,5 @@ def test_a_pretrained_encoder_of_speechbrains_is_placed_and_pointed_to_the_recip
 """)
     (error,) = check(recipe).errors
     assert f"{recipe.name}:2: error: encoder: it is called with" in str(error)
-    assert str(error).endswith("Wav2Vec2.encode takes kwargs; hparams/finetune.yaml trains a pretrained encoder")
+    assert error.code == "forward" and error.message.endswith("Wav2Vec2.encode takes kwargs")
+    assert error.suggestion == "hparams/finetune.yaml trains a pretrained encoder"

@@ -219,7 +219,8 @@ def test_every_argument_of_the_flagships_objects_can_be_given_on_the_command_lin
     findings.clear()
     read(FLAGSHIP, {"spec_augment": {"time_mask": 0}}, findings)
     assert [str(f) for f in findings] == [
-        "command line: error: spec_augment.time_mask: SpecAugment has no argument time_mask; did you mean time_masks?"]
+        "command line: error: spec_augment.time_mask: SpecAugment has no argument time_mask; did you mean time_masks? "
+        "[unknown-argument]"]
 
 
 def test_arguments_within_brackets_reach_their_object(tmp_path):
