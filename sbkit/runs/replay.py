@@ -53,7 +53,7 @@ class Replay(Mixture):
     def check_splits(self, splits_of_parts: Mapping[str, Collection[str]], needed: Sequence[str]) -> None:
         super().check_splits(splits_of_parts, needed)
         if "test" in needed and "test" not in splits_of_parts[OLD]:
-            raise SbkitError("no-test-split",
+            raise SbkitError("missing-split",
                              f"replay: {self.parts[OLD].source} has no test split to measure forgetting on",
                              hint="name a run, or a corpus that has one: replay_from", key="replay")
 

@@ -111,7 +111,7 @@ def _only_test(names: list[str], source: Named | Source | None, request: Evaluat
     alone = names[0] if len(names) == 1 and request.on is not None else None
     split = next((name for name in names if name.lower() in _TEST), alone)
     if split is None:
-        raise SbkitError("no-test-split", f"{source} has no test split (it has {', '.join(names) or 'none'})",
+        raise SbkitError("missing-split", f"{source} has no test split (it has {', '.join(names) or 'none'})",
                          hint="choose one with --split")
     return split
 

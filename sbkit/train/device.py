@@ -41,7 +41,7 @@ def resolve(device: Device | None = None) -> torch.device:
     index = _index_of_this_process(requested, count)
     if index >= count:
         raise SbkitError(
-            "no-such-device",
+            "device-unavailable",
             f"device '{requested.type}:{index}' does not exist: this process sees {count} "
             f"{requested.type} device{'s' if count != 1 else ''} (numbered from 0)",
             hint="name another one, or start fewer processes (torchrun --nproc_per_node)",
@@ -52,7 +52,7 @@ def resolve(device: Device | None = None) -> torch.device:
         backend.set_device(index)
         torch.zeros(1, device=resolved)
     except RuntimeError as error:
-        raise SbkitError("broken-device", f"device '{resolved}' was found but can't be used: {first_line(error)}",
+        raise SbkitError("device-unavailable", f"device '{resolved}' was found but can't be used: {first_line(error)}",
                          hint="run with --device cpu, or repair the driver", key="device") from error
     if resolved.type == "cuda":
         attention_kernel.leave_cudnn()
@@ -75,7 +75,7 @@ def _refuse_unavailable(requested: torch.device) -> None:
     if requested.type == "cuda":
         is_built = torch.version.cuda is not None or torch.version.hip is not None
         reason = "finds no working driver or card" if is_built else "is built without CUDA"
-    raise SbkitError("no-such-device", f"device '{requested}' can't be used: torch {torch.__version__} {reason}",
+    raise SbkitError("device-unavailable", f"device '{requested}' can't be used: torch {torch.__version__} {reason}",
                      hint="run with --device cpu", key="device")
 
 

@@ -33,7 +33,7 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
 
     device = str(devices.resolve(pick(opts, values, "device")))
     if pick(opts, values, "data_parallel_backend") and torch.cuda.device_count() == 0:
-        raise SbkitError("no-such-device", f"data_parallel_backend is {NO_DATA_PARALLEL[0]}", hint=NO_DATA_PARALLEL[1],
+        raise SbkitError("device-unavailable", f"data_parallel_backend is {NO_DATA_PARALLEL[0]}", hint=NO_DATA_PARALLEL[1],
                          key="data_parallel_backend")
     for name in ("precision", "eval_precision"):
         if pick(opts, values, name) == "auto":

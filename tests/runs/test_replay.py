@@ -105,7 +105,7 @@ def test_an_old_corpus_without_a_test_is_refused(run):
     for split in ("dev", "test"):
         (run.parent / "en" / f"{split}.csv").unlink()
     joint = with_replay(keys(run.parent, init_from="owner/model", replay_from=str(run.parent / "en")))
-    with refused("no-test-split", key="replay"):
+    with refused("missing-split", key="replay"):
         joint.prepare(show_progress=False, needed=("train", "dev", "test"))
 
 

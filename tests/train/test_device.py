@@ -34,8 +34,8 @@ def test_the_cpu_is_always_there(form):
 
 @pytest.mark.skipif("torch.cuda.is_available()", reason="needs a machine without a GPU")
 @pytest.mark.parametrize("form, code", [
-    ("cuda", "no-such-device"), ("cuda:10", "no-such-device"), ("xpu:1", "no-such-device"), ("meta", "bad-value"),
-    (torch.device("cuda:0"), "no-such-device")])
+    ("cuda", "device-unavailable"), ("cuda:10", "device-unavailable"), ("xpu:1", "device-unavailable"), ("meta", "bad-value"),
+    (torch.device("cuda:0"), "device-unavailable")])
 def test_a_device_that_is_not_there_is_one_error_that_says_what_to_do(form, code):
     with refused(code, key="device", wording=False) as error:  # it names torch's version and build
         devices.resolve(form)
@@ -94,7 +94,7 @@ def test_each_process_of_a_machine_gets_its_card(cards, count, environment, aske
 ])
 def test_a_card_that_does_not_exist_is_an_error_with_the_number_there_are(cards, count, environment, asked):
     cards(count, **environment)
-    with refused("no-such-device", key="device"):
+    with refused("device-unavailable", key="device"):
         devices.resolve(asked)
 
 
