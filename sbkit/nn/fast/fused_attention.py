@@ -309,7 +309,7 @@ class AttentionPart(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> _Attention:
         saved = _AttentionSaved(*ctx.saved_tensors)
         sizes: _AttentionSizes = ctx.sizes
         settings: _AttentionSettings = ctx.settings

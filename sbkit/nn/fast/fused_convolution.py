@@ -187,7 +187,7 @@ class ConvolutionPart(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> _Convolution:
         saved = _ConvolutionSaved(*ctx.saved_tensors)
         dtype = ctx.settings.dtype
         batch, frames, columns = saved.x.shape

@@ -146,7 +146,7 @@ class FeedForwardPart(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> _FeedForward:
         saved = _FeedForwardSaved(*ctx.saved_tensors)
         dtype = ctx.settings.dtype
         grad = grad.contiguous()
