@@ -170,13 +170,11 @@ def _find_output(short: Traced, long: Traced, tokenizers: Mapping[str, Tokenizer
     longer = dict(tensors_in(long.result))
     described = ", ".join(f"{_named(place)} {[*tensor.shape]}" for place, tensor in outputs.items()) or "no tensor"
     if declared is not None:
-        is_only_output = declared == 0
-        chosen = {place: tensor for place, tensor in outputs.items()
-                  if place == (declared,) or (is_only_output and not place)}
-        if not chosen:
+        wanted = [place for place in outputs if place == (declared,) or (declared == 0 and not place)]
+        if not wanted:
             raise SbkitError("script-output", f"{DECLARATION}: output is {declared!r}, but compute_forward returns "
                              f"{described}", key="output", value=declared, hint="write the index or the key of one")
-        outputs = chosen
+        outputs = {place: outputs[place] for place in wanted}
 
     framewise = {place: tensor for place, tensor in outputs.items()
                  if tensor.ndim == 3 and tensor.is_floating_point() and _grows(tensor, longer.get(place))}
@@ -261,8 +259,7 @@ def _find_sample_rate(brain: Brain, modules: Sequence[nn.Module], declared: Decl
     hparams = vars(brain.hparams)
     if isinstance(hparams.get("sample_rate"), int):
         return int(hparams["sample_rate"])
-    of_modules = [getattr(module, "sample_rate", None) for module in modules]
-    rates = {rate for rate in of_modules if isinstance(rate, int)}
+    rates = {rate for module in modules if isinstance(rate := getattr(module, "sample_rate", None), int)}
     if len(rates) != 1:
         raise SbkitError("script-sample-rate", "the sample rate of the waveforms is unknown: the YAML has no "
                          "sample_rate", key="sample_rate", hint="add to the YAML: sample_rate: 16000")

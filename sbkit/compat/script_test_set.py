@@ -73,10 +73,10 @@ class TestSet:
     def evenly_by_length(self, count: int) -> list[int]:
         """Choose ``count`` rows from the shortest to the longest, as far as the script's list has their durations."""
         rows = list(range(len(self)))
-        listed = [_as_number(self.listed(row).get("duration")) for row in rows]
-        durations = [duration for duration in listed if duration is not None]
-        if len(durations) == len(rows):
-            rows.sort(key=durations.__getitem__)
+        seconds = {row: duration for row in rows
+                   if (duration := _as_number(self.listed(row).get("duration"))) is not None}
+        if len(seconds) == len(rows):
+            rows.sort(key=seconds.__getitem__)
         places = torch.linspace(0, len(rows) - 1, min(count, len(rows))).round().long().unique()
         return [rows[place] for place in places.tolist()]
 
