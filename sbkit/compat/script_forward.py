@@ -131,7 +131,8 @@ class ScriptForward:
 
     def traced(self, signals: Tensor, relative_lengths: Tensor) -> Tensor:
         """Compute the output as :meth:`__call__` does, for a tracer."""
-        return self.unguarded(with_signals(self._first_batch, self.test_set.signal_key, signals, relative_lengths))
+        return self.unguarded(with_signals(self._first_batch, self.test_set.signal_key, signals, relative_lengths,
+                                           dummies=True))
 
     def unguarded(self, batch: Batch) -> Tensor:
         """Compute the output for a batch, in whatever mode the layers are."""

@@ -42,6 +42,7 @@ _TRIED_ROWS, _CHOSEN_FROM = 3, 9
 #: The largest log of a sum of probabilities that rounding gives, in fp32.
 _ROUNDING = 1e-3
 _TIMES_LONGER = 2  # the audio of the second run
+_RATE_TOLERANCE = 0.02  # lists have rounded durations
 
 
 @dataclass
@@ -91,10 +92,10 @@ def find_recogniser(brain: Brain, loader: DataSource) -> ScriptRecogniser:
     origin = short.origin(output)
     forward.output_is(place, origin)
     tokens, texts = open_tokens(tokenizers[name], test_set, declared.get("text"))
-    normalized = _are_log_probs(output)
-    return ScriptRecogniser(
-        brain, test_set, forward, short.modules, tokens, texts, _find_blank(brain, tokens, declared.get("blank")),
-        _find_sample_rate(brain, short.modules, declared.get("sample_rate")), normalized)
+    sample_rate = _find_sample_rate(brain, short.modules, declared.get("sample_rate"))
+    _check_sample_rate(sample_rate, test_set)
+    return ScriptRecogniser(brain, test_set, forward, short.modules, tokens, texts,
+                            _find_blank(brain, tokens, declared.get("blank")), sample_rate, _are_log_probs(output))
 
 
 # ------------------------------------------------------------------ what the script says
@@ -121,7 +122,8 @@ def _declaration(brain: Brain) -> Mapping[str, Declared]:
 
 def _lines(**keys: str) -> str:
     """The declaration to add, for a hint."""
-    return f"add to the YAML: {DECLARATION}: {{{', '.join(f'{name}: {value}' for name, value in keys.items())}}}"
+    values = ", ".join(f"{name}: {value}" for name, value in keys.items())
+    return f"add to the YAML (or to the class, as a dict): {DECLARATION}: {{{values}}}"
 
 
 def _tokenizers(brain: Brain, declared: Mapping[str, Declared]) -> dict[str, Tokenizer]:
@@ -266,3 +268,13 @@ def _find_sample_rate(brain: Brain, modules: Sequence[nn.Module], declared: Decl
     return rates.pop()
 
 
+def _check_sample_rate(sample_rate: int, test_set: TestSet) -> None:
+    """Raise if waveforms have another number of samples than their durations, where the script's list has these."""
+    for row in test_set.evenly_by_length(_TRIED_ROWS):
+        seconds = test_set.duration(row)
+        samples = len(test_set.signal(row))
+        if seconds and abs(samples / seconds - sample_rate) > _RATE_TOLERANCE * sample_rate:
+            raise SbkitError("script-sample-rate", f"{test_set.id(row)} lasts {seconds:g} s by the script's list and "
+                             f"has {samples:,} samples in a batch, which isn't {sample_rate:,} a second",
+                             key="sample_rate", value=sample_rate,
+                             hint=_lines(sample_rate=str(round(samples / seconds))) + ", if the list is right")

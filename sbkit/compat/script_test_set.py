@@ -61,6 +61,13 @@ class TestSet:
         """Return what the script's list has of a row, such as the columns of its CSV."""
         return dict(self.dataset.data[self.dataset.data_ids[index]])
 
+    def duration(self, index: int) -> float | None:
+        """Return the seconds of a row's recording by the script's list; None if that has none."""
+        try:
+            return float(self.listed(index)["duration"])
+        except (KeyError, TypeError, ValueError):
+            return None
+
     def batch(self, index: int) -> Batch:
         """Collate a row alone."""
         return self.collate([self.row(index)])
@@ -73,8 +80,7 @@ class TestSet:
     def evenly_by_length(self, count: int) -> list[int]:
         """Choose ``count`` rows from the shortest to the longest, as far as the script's list has their durations."""
         rows = list(range(len(self)))
-        seconds = {row: duration for row in rows
-                   if (duration := _as_number(self.listed(row).get("duration"))) is not None}
+        seconds = {row: duration for row in rows if (duration := self.duration(row)) is not None}
         if len(seconds) == len(rows):
             rows.sort(key=seconds.__getitem__)
         places = torch.linspace(0, len(rows) - 1, min(count, len(rows))).round().long().unique()
@@ -135,13 +141,6 @@ def _collate(collate: Callable[[Sequence[Row]], Any], rows: Sequence[tuple[int, 
     return list(indices), collate(examples)
 
 
-def _as_number(value: object) -> float | None:
-    try:
-        return float(str(value))
-    except ValueError:
-        return None
-
-
 def values_of(batch: Batch) -> dict[str, Any]:
     """Return the values of a batch by key: a ``PaddedBatch``, or any object with attributes."""
     names = getattr(batch, "_PaddedBatch__keys", None) or [name for name in vars(batch) if not name.startswith("_")]
@@ -154,10 +153,12 @@ def _is_signal(value: object) -> bool:
     return value.data.is_floating_point() and value.data.ndim == 2 and value.data.shape[1] >= _SHORTEST_SIGNAL
 
 
-def with_signals(batch: Batch, key: str, signals: Tensor, relative_lengths: Tensor) -> Batch:
+def with_signals(batch: Batch, key: str, signals: Tensor, relative_lengths: Tensor, dummies: bool = False) -> Batch:
     """Return a batch of other waveforms [B, S], with lengths [B] relative to S, made from a batch of one row.
 
     Its other tensors, such as the tokens that a decoder is given, are that row's for each waveform.
+
+    dummies : whether they are ones of the same shapes instead, so that a graph holds nothing of the row
     """
     count = signals.shape[0]  # a symbol while a graph is traced
     other = copy.copy(batch)
@@ -165,17 +166,18 @@ def with_signals(batch: Batch, key: str, signals: Tensor, relative_lengths: Tens
         if name == key:
             value = PaddedData(signals, relative_lengths)
         elif isinstance(value, PaddedData):
-            value = PaddedData(_repeated(value.data, count), _repeated(value.lengths, count))
+            value = PaddedData(_repeated(value.data, count, dummies), _repeated(value.lengths, count, dummies))
         elif isinstance(value, Tensor):
-            value = _repeated(value, count)
+            value = _repeated(value, count, dummies)
         elif isinstance(value, list) and isinstance(count, int):
             value = value * count
         setattr(other, name, value)
     return other
 
 
-def _repeated(tensor: object, count: int) -> object:
+def _repeated(tensor: object, count: int, dummies: bool) -> object:
     """Expand a tensor with one row to ``count`` rows; anything else stays as it is."""
     if not isinstance(tensor, Tensor) or tensor.ndim == 0 or tensor.shape[0] != 1:
         return tensor
-    return tensor.expand(count, *tensor.shape[1:])
+    shape = (count, *tensor.shape[1:])
+    return torch.ones(shape, dtype=tensor.dtype) if dummies else tensor.expand(shape)

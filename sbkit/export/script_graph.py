@@ -86,40 +86,45 @@ def trace_script(graph: ScriptGraph) -> torch.export.ExportedProgram:
         graph.replacements = nn.ModuleList(replaced)
         try:
             program = trace_module(graph, example, dynamic)
-            unused = _unused_parameters(graph, program)
-            # A layer may ask an unused parameter for its device or shape; then the graph keeps them all.
-            with _without(graph, unused), contextlib.suppress(SbkitError):
-                if unused:
+            parameters, buffers = _unused_weights(graph, program)
+            # A layer may ask an unused one for its device or shape, a buffer more likely: then the graph keeps it.
+            for unused in filter(None, (parameters | buffers, parameters)):
+                with _without(graph, unused), contextlib.suppress(SbkitError):
                     program = trace_module(graph, example, dynamic)
+                    break
         finally:
             del graph.replacements
     features.refuse_transforms(program, "of the script")
     return program
 
 
-def _unused_parameters(graph: nn.Module, program: torch.export.ExportedProgram) -> set[str]:
-    """Return the names of parameters that no operation reads, under none of their names."""
-    names = program.graph_signature.inputs_to_parameters
-    tensors = dict(graph.named_parameters(remove_duplicate=False))
+def _unused_weights(graph: nn.Module, program: torch.export.ExportedProgram) -> tuple[set[str], set[str]]:
+    """Return the names of parameters, and of buffers, that no operation reads under any of their names."""
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    parameters = dict(graph.named_parameters(remove_duplicate=False))
+    tensors = {**parameters, **dict(graph.named_buffers(remove_duplicate=False))}
     placeholders = [node for node in program.graph.find_nodes(op="placeholder") if node.name in names]
     used = {id(tensors[names[node.name]]) for node in placeholders if node.users}
-    return {names[node.name] for node in placeholders if id(tensors[names[node.name]]) not in used}
+    unused = {names[node.name] for node in placeholders if id(tensors[names[node.name]]) not in used}
+    return unused & parameters.keys(), unused - parameters.keys()
 
 
 @contextlib.contextmanager
 def _without(graph: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Take parameters out of their modules, and put them back on exit."""
-    removed: list[tuple[dict[str, Any], str, nn.Parameter | None]] = []
+    """Take parameters and buffers out of their modules, and put them back on exit."""
+    removed: list[tuple[dict[str, Any], str, Tensor | None]] = []
     for name in names:
-        owner, _, parameter = name.rpartition(".")
-        parameters = graph.get_submodule(owner)._parameters
-        removed.append((parameters, parameter, parameters[parameter]))
-        parameters[parameter] = None
+        owner, _, weight = name.rpartition(".")
+        module = graph.get_submodule(owner)
+        tensors: dict[str, Any] = module._parameters if weight in module._parameters else module._buffers
+        removed.append((tensors, weight, tensors[weight]))
+        tensors[weight] = None
     try:
         yield
     finally:
-        for parameters, name, parameter in reversed(removed):  # one module may have several names
-            parameters[name] = parameter
+        for tensors, weight, tensor in reversed(removed):  # one module may have several names
+            tensors[weight] = tensor
 
 
 @contextlib.contextmanager

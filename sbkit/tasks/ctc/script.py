@@ -198,22 +198,27 @@ def _letters(text: str) -> str:
 @contextlib.contextmanager
 def _ready(brain: Brain) -> Iterator[None]:
     """Have a Brain with the weights that it tests with, in fp32 on the CPU; put everything back on exit."""
+    average = brain.trainer.moving_average
+    with contextlib.nullcontext() if average is None else average.swapped(), _on_cpu_in_fp32(brain):
+        yield
+
+
+@contextlib.contextmanager
+def _on_cpu_in_fp32(brain: Brain) -> Iterator[None]:
     layers = list(dict.fromkeys(layer for root in brain.layer_roots for layer in root.modules()))
     attributes = [dict(vars(layer)) for layer in layers]
     buffers = [dict(layer._buffers) for layer in layers]
     weights = [(weight, weight.data) for layer in layers for weight in layer.parameters(recurse=False)]
-    average = brain.trainer.moving_average
     device = brain.device
     try:
-        with contextlib.nullcontext() if average is None else average.swapped():
-            for root in brain.layer_roots:
-                root.to("cpu").float()
-            for layer in layers:
-                for name, value in vars(layer).items():
-                    if isinstance(value, torch.Tensor):  # which isn't registered, such as running statistics
-                        vars(layer)[name] = value.cpu()
-            brain.device = "cpu"
-            yield
+        for root in brain.layer_roots:
+            root.to("cpu").float()
+        for layer in layers:
+            for name, value in vars(layer).items():
+                if isinstance(value, torch.Tensor):  # which isn't registered, such as running statistics
+                    vars(layer)[name] = value.cpu()
+        brain.device = "cpu"
+        yield
     finally:
         brain.device = device
         for weight, data in weights:
