@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -320,7 +321,10 @@ def evaluate_run(request: EvaluateRequest) -> list[CheckpointResult]:
 
 
 def _refuse_options(request: EvaluateRequest) -> None:
-    """Refuse options that need a task."""
+    """Refuse options that need a task, and several processes."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise SbkitError("script-option", "the run of a script is scored by one process",
+                         hint="start sbkit evaluate without torchrun")
     default = vars(EvaluateRequest(request.run))
     taken = {"run", "checkpoints", "average", "max_wer", "max_values", "min_values", "name", "out", "device", "workers"}
     options = [name for name, value in vars(request).items()
