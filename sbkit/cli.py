@@ -193,7 +193,7 @@ class _Parser(argparse.ArgumentParser):
 
         argument, value : the option that the word belongs to, and its value
         """
-        from sbkit.recipe.overrides import NAMED_ELSEWHERE
+        from sbkit.recipe.elsewhere import NAMED_ELSEWHERE
 
         ours = self._spelled("--" + NAMED_ELSEWHERE.get(word.lstrip("-").replace("-", "_"), ""))
         near = [ours] if ours in options else difflib.get_close_matches(word, options, n=1)

@@ -16,6 +16,7 @@ from sbkit.train.checkpoint.adapted import Adapted
 from sbkit.train.distributed import ranks, sharding
 from sbkit.train.distributed.exchange import GradientExchange
 from sbkit.train.distributed.parallel import Replicated, Sharded, Single
+from sbkit.train.recomputing import checkpoint_activations
 
 Brain = Any  # an sbkit.Brain, whose module imports this one
 
@@ -39,7 +40,7 @@ def share_training(brain: Brain) -> None:
     for root in brain.layer_roots:
         keep_finite(root)
     if keys.activation_checkpointing:
-        sharding.checkpoint_activations(brain.modules, keys.activation_checkpointing)
+        checkpoint_activations(brain.modules, keys.activation_checkpointing)
 
     if not several_ranks or not any(parameter.requires_grad for parameter in brain.modules.parameters()):
         return

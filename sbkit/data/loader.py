@@ -23,9 +23,10 @@ from torch.utils.data import DataLoader, Sampler
 from sbkit.data.augment import Augment, planned_seconds
 from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher
 from sbkit.data.columns import BatchColumns
+from sbkit.data.epoch_plan import EpochPlan
 from sbkit.data.manifest import Manifest
 from sbkit.data.nonspeech import NonSpeech
-from sbkit.data.plan import EpochPlan, Plan
+from sbkit.data.plan import Plan
 from sbkit.data.reader import Failure, Reader, ReadRequest, SupportsEncode, init_worker, starting_workers
 from sbkit.errors import SbkitError, first_line
 from sbkit.system.processes import ended_by
@@ -281,7 +282,7 @@ class TrainLoader(_Loader):
     def _requests_from(self, epoch: int, first_step: int) -> Iterator[ReadRequest]:
         plan = self.epoch_plan(epoch)
         for step in range(first_step, len(plan)):
-            share = plan.places(step, self.rank, self.world)
+            share = plan.micro_batches(step, self.rank, self.world)
             shape = plan.shape(step, self.world) if plan.padded else None
             for micro, places in enumerate(share):
                 yield ReadRequest(epoch, step, micro, len(share), plan.members[places], plan.pass_numbers(places),

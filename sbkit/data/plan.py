@@ -7,15 +7,15 @@ optimizer steps as a run on one. Step N is found without going through the steps
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from sbkit.data.buckets import Buckets
+from sbkit.data.epoch_plan import EpochPlan, MicroBatchLimits
 from sbkit.data.label_sampler import LabelSampler
 from sbkit.data.part_sampler import Parts
 from sbkit.data.shapes import Shape, Shapes, choose_shapes
@@ -93,11 +93,22 @@ class Batching:
                                  hint="set step_seconds, the seconds of audio of an optimizer step: otherwise the "
                                       "result would depend on the GPU's memory", key="max_batch_seconds", value="auto")
             self.max_batch_seconds = self.step_seconds
+        self._check_sizes()
+        self._check_clips_per()
+        self._check_numbers()
+        self._check_sort()
+        self._check_pad_to_shapes()
+        if self.step_seconds is None:
+            self.step_seconds = self.max_batch_seconds
+
+    def _check_sizes(self) -> None:
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             allowed = SIZE if name in ("buckets", "max_batch_utterances") else POSITIVE
             require(f"batching: {name}", getattr(self, name),
                     allowed if name == "max_batch_seconds" else Nullable(allowed))
         require("batching: min_batch_utterances", self.min_batch_utterances, SIZE)
+
+    def _check_clips_per(self) -> None:
         if self.clips_per is not None:
             if not isinstance(self.clips_per, Mapping) or len(self.clips_per) != 1:
                 raise SbkitError("bad-value", f"batching: clips_per is {self.clips_per!r}",
@@ -109,12 +120,18 @@ class Batching:
                 raise SbkitError("conflicting-options", "batching: clips_per can't be combined with buckets or sort: "
                                  "it groups utterances by label, and these by duration",
                                  hint="leave out buckets and sort", key="batching.clips_per")
+
+    def _check_numbers(self) -> None:
         require("batching: round_seconds", self.round_seconds, Nullable(NOT_NEGATIVE))
         require("batching: min_steps", self.min_steps, COUNT)
         require("batching: seed", self.seed, Number(whole=True))
+
+    def _check_sort(self) -> None:
         if self.sort not in (None, "random", "ascending", "descending"):
             raise SbkitError("bad-value", f"batching: sort is {self.sort!r}",
                              hint="it is one of ascending, descending, random", key="batching.sort", value=self.sort)
+
+    def _check_pad_to_shapes(self) -> None:
         if not (self.pad_to_shapes is None or isinstance(self.pad_to_shapes, bool)):
             raise SbkitError("bad-value", f"batching: pad_to_shapes is {self.pad_to_shapes!r}",
                              hint="it is true, false or null", key="batching.pad_to_shapes", value=self.pad_to_shapes)
@@ -123,13 +140,16 @@ class Batching:
                              "makes no buckets to pad",
                              hint="leave out pad_to_shapes; cropped clips have one shape anyway",
                              key="batching.pad_to_shapes")
-        if self.step_seconds is None:
-            self.step_seconds = self.max_batch_seconds
 
     @property
     def clips(self) -> int:
         """The number of clips that stay together."""
         return next(iter(self.clips_per.values())) if self.clips_per else 1
+
+    @property
+    def micro_batch_limits(self) -> MicroBatchLimits:
+        return MicroBatchLimits(self.max_batch_seconds, self.max_batch_utterances, self.min_batch_utterances,
+                                self.clips)
 
     @property
     def min_capacity(self) -> int:
@@ -279,180 +299,23 @@ class Plan:
             pass_numbers.append(numbers)
             bounds.append(self._bounds[1:] + i * utterances_of_pass)
             orders.append(order + i * steps_of_pass)
-        return EpochPlan(self.durations, self.batching, np.concatenate(members), np.concatenate(bounds),
-                         np.concatenate(orders), pass_numbers, self._shape_of if self._tokens is not None else None)
+        shape_of = None if self._tokens is None else self._shape_of
+        return EpochPlan(self.durations, self.batching.micro_batch_limits, np.concatenate(members),
+                         np.concatenate(bounds), np.concatenate(orders), pass_numbers, shape_of)
 
     def padded_seconds(self, world: int = 1) -> float:
         """The mean seconds of audio in a step on one of ``world`` devices, padding included, of up to 200 steps."""
         epoch = self.epoch(1)
         seconds_of_steps = []
         for i in np.unique(np.linspace(0, len(epoch) - 1, min(200, len(epoch))).round().astype(int)):
-            parts = epoch.share(i, 0, world)
+            micro_batches = epoch.share(i, 0, world)
             shape = epoch.shape(i, world)
             if shape is None:
-                seconds = sum(len(part) * float(epoch.durations[part].max()) for part in parts if len(part))
+                seconds = sum(len(rows) * float(epoch.durations[rows].max()) for rows in micro_batches if len(rows))
             else:
-                seconds = len(parts) * shape.rows * shape.seconds
+                seconds = len(micro_batches) * shape.rows * shape.seconds
             seconds_of_steps.append(seconds)
         return float(np.mean(seconds_of_steps))
-
-
-class EpochPlan:
-    """One epoch: an ordered list of optimizer steps, each a set of utterances of similar duration.
-
-    members: the utterances of all passes, step by step as the sampler has drawn them. The number of a row in it is its
-        place.
-    bounds: the places at which steps begin, and the end.
-    order: the numbers of steps, in the order in which they are trained on.
-    pass_numbers: of each pass in the epoch, those of its members: which time the run uses them.
-    shape_of: returns the shape and the number of a rank's micro-batches for (step number, world); None:
-        micro-batches have the shapes of their utterances.
-    """
-
-    def __init__(self, durations: np.ndarray, batching: Batching, members: np.ndarray, bounds: np.ndarray,
-                 order: np.ndarray, pass_numbers: Sequence[np.ndarray],
-                 shape_of: Callable[[int, int], tuple[Shape, int] | None] | None):
-        self.durations = durations
-        self.batching = batching
-        self.members = members
-        self._bounds = bounds
-        self._order = order
-        self._pass_numbers = pass_numbers
-        self._shape_of = shape_of
-        self._clips = batching.clips
-        self.padded = shape_of is not None
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def step(self, i: int) -> np.ndarray:
-        """Indices of the utterances of step ``i``, ``[n]`` int64."""
-        place = self._order[i]
-        return self.members[self._bounds[place] : self._bounds[place + 1]]
-
-    def pass_numbers(self, places: np.ndarray) -> np.ndarray:
-        """Return the pass numbers of the utterances at these places of ``members``: which time the run uses them."""
-        size = len(self._pass_numbers[0])
-        return np.array([self._pass_numbers[place // size][place % size] for place in places], np.int64)
-
-    def share(self, i: int, rank: int = 0, world: int = 1) -> list[np.ndarray]:
-        """The micro-batches that ``rank`` of ``world`` computes in step ``i``, each as indices of utterances."""
-        return [self.members[places] for places in self.places(i, rank, world)]
-
-    def places(self, i: int, rank: int = 0, world: int = 1) -> list[np.ndarray]:
-        """The micro-batches that ``rank`` of ``world`` computes in step ``i``, each as places in ``members``.
-
-        All ranks get lists of the same length, with as few micro-batches as ``max_batch_seconds`` allows. Those of a
-        step have about the same size, padding included, and each has utterances of similar duration. Some are empty if
-        the step has fewer utterances than micro-batches.
-        """
-        parts, micros = self._parts(i, world)
-        empty = np.zeros(0, dtype=np.int64)
-        places = range(rank, micros * world, world)
-        return [parts[place] if place < len(parts) else empty for place in places]
-
-    def shape(self, i: int, world: int = 1) -> Shape | None:
-        """The shape that the micro-batches of step ``i`` are padded to; None: each has that of its utterances."""
-        padded = self._padded(i, world)
-        return None if padded is None else padded[0]
-
-    def _padded(self, i: int, world: int) -> tuple[Shape, int] | None:
-        """The shape of the micro-batches of step ``i``, and their number on each rank; None if they have none."""
-        return None if self._shape_of is None else self._shape_of(int(self._order[i]), world)
-
-    def largest(self, lengths: np.ndarray, world: int = 1) -> list[tuple[np.ndarray, Shape | None]]:
-        """The micro-batches of an epoch, on any rank, that may need the most memory, as places in ``members``, and the
-        shape that each is padded to.
-
-        These are the one with the most seconds, padding included, that with the longest utterance, with the most rows,
-        with the most tokens, padding included, and with the most pairs of a second and a token.
-
-        lengths : the number of tokens of each utterance, or what grows with it
-        """
-        largest: dict[int, tuple[float, np.ndarray, Shape | None]] = {}  # by the number of the measure
-        for step in range(len(self)):
-            shape = self.shape(step, world)
-            parts, _ = self._parts(step, world)
-            if shape is not None:  # all are padded to it
-                parts = parts[:1]
-            for places in parts:
-                if shape is not None:
-                    count, longest, tokens = shape
-                else:
-                    rows = self.members[places]
-                    count = len(rows)
-                    longest = float(self.durations[rows].max())
-                    tokens = lengths[rows].max()
-                sizes = (count * longest, longest, count, count * tokens, count * longest * tokens)
-                for measure, size in enumerate(sizes):
-                    largest_size = largest[measure][0] if measure in largest else 0.0
-                    if size > largest_size:
-                        largest[measure] = (size, places, shape)
-        different = {places.tobytes(): (places, shape) for _, places, shape in largest.values()}
-        return list(different.values())
-
-    @functools.lru_cache(maxsize=1)  # noqa: B019 (keeps one step, and this object lives for an epoch)
-    def _parts(self, i: int, world: int) -> tuple[list[np.ndarray], int]:
-        """The micro-batches of step ``i`` on all ranks, as places in ``members``, and their number on each rank."""
-        batching = self.batching
-        clips = self._clips
-        number = self._order[i]
-        start, stop = self._bounds[number : number + 2]
-        places = np.arange(start, stop).reshape(-1, clips)  # a row stays together
-        longest = self.durations[self.members[places]].max(1)
-        order = np.argsort(-longest, kind="stable")
-        places = places[order]
-
-        padded = self._padded(i, world)
-        if padded is not None:
-            # All micro-batches get one shape, so they are even if they have as many utterances.
-            _, micros = padded
-            count = min(micros * world, max(1, len(places) // batching.min_batch_utterances))
-            return np.array_split(places.ravel(), count), micros
-
-        seconds = (clips * longest[order]).tolist()
-        largest = (batching.max_batch_utterances or places.size) // clips
-        smallest = -(-batching.min_batch_utterances // clips)
-        fewest_cuts = _cut(seconds, batching.max_batch_seconds, smallest, largest)
-        assert fewest_cuts is not None, "the number of runs isn't limited here"
-        micros = -(-len(fewest_cuts) // world)
-        max_cuts = micros * world
-        # The smallest limit of seconds for which this number is enough makes them as even as possible.
-        low = sum(seconds) / max_cuts
-        high = batching.max_batch_seconds
-        even_cuts = fewest_cuts
-        while high - low > 0.01 * high:
-            middle = (low + high) / 2
-            cuts = _cut(seconds, middle, smallest, largest, max_cuts)
-            if cuts is None:
-                low = middle
-            else:
-                even_cuts = cuts
-                high = middle
-        return [places[first:end].ravel() for first, end in even_cuts], micros
-
-
-def _cut(seconds: list[float], max_seconds: float, least: int, most: int,
-         max_cuts: int | None = None) -> list[tuple[int, int]] | None:
-    """Cut descending durations into runs of at most ``max_seconds``, padding included, and ``least`` to ``most`` items.
-
-    None if that takes more than ``max_cuts`` runs. If ``least`` requires it, a run has more seconds: at most those of
-    ``2 * least - 1`` items, which fit into ``max_batch_seconds``.
-    """
-    cuts: list[tuple[int, int]] = []
-    start = 0
-    total = len(seconds)
-    max_seconds *= 1 + 1e-6  # durations are float32
-    while start < total:
-        if max_cuts is not None and (len(cuts) == max_cuts or least * seconds[start] > max_seconds):
-            return None
-        remaining = total - start
-        size = min(max(least, int(max_seconds / seconds[start])), most, remaining)
-        if 0 < remaining - size < least:  # too few for a separate run
-            size = remaining - least if remaining >= 2 * least else remaining
-        cuts.append((start, start + size))
-        start += size
-    return cuts
 
 
 def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None) -> None:

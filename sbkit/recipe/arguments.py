@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Beginnings of values that may continue in the next word, as in ``--betas [0.9, 0.98]``.
-_OPENS = "[", "{", "(", "!", "'", '"'
+_OPENS = ("[", "{", "(", "!", "'", '"')
 #: The package of sbkit's tasks.
 TASKS = "sbkit.tasks"
+#: An option as it is written, such as ``--schedule.warmup=0.1``: a key, parts of it with their dots, and the rest.
+_OPTION = re.compile(r"--(?P<key>[\w-]+)(?P<parts>(?:\.[\w-]*)*)(?P<rest>.*)", re.DOTALL)
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -58,63 +60,114 @@ def read_words(words: Sequence[str], options: Sequence[str], keys: bool = True, 
     """
     if all(word.startswith("-") for word in words):
         _raise("required: param_file")
-    if words[0].startswith("-"):  # a word after it may be its value
-        return list(words)
-    recipe = files.chain(locate(words[0]), Findings())
-    there = {str(key) for key in files.keys(recipe)}
-    command_options = {option.replace("-", "_"): option for option in ("no-check", *options)}
-    spelled, elsewhere = _spelled(words, recipe, command_options)
+    if words[0].startswith("-"):
+        return list(words)  # which word is the recipe isn't known yet: the next one may be this option's value
+    read = Words.read(words, options)
     if task:
-        _refuse_without_task(words[0], recipe, {*there, *elsewhere})
-
-    brain = _brain(recipe)
-    if not keys or "brain" in elsewhere or not brain.startswith(f"{TASKS}."):
-        return spelled  # only the class itself can tell the keys of a task that isn't sbkit's
-    try:
-        values = with_full_keys(parse_overrides(spelled[1:]), there)
-    except SbkitError:  # about another word; it is read again, and then reported
-        values = {}
-    if task:
-        _refuse_missing_corpus(values.get("data_folder"))
-
-    new = {full_key(key, there) for key in elsewhere} - there
-    if not new:
-        return spelled
-    of_task = _declared(brain)
-    if of_task is None:
-        return spelled
-    declared = {*of_task, *RUN_OPTIONS}
-    unknown = {key: values.get(key) for key in sorted(new - declared)}
-    if unknown:
-        _refuse_unknown(recipe, unknown, {*there, *declared, *command_options.values()} - {"param_file"})
-    return spelled
+        read.refuse_without_task()
+    if keys and read.task_is_of_sbkit:
+        if task:
+            read.refuse_missing_corpus()
+        read.refuse_unknown_keys()
+    return read.spelled
 
 
-def _spelled(words: Sequence[str], recipe: Files, command_options: Mapping[str, str]) -> tuple[list[str], set[str]]:
-    """The words with hyphens and underscores as the recipe and the options have them, and the keys among them that are
-    neither a key of the recipe nor an option of the command.
+@dataclass(frozen=True)
+class Words:
+    """The words of a command that names a recipe first, and what is wrong with them that the recipe's text shows."""
 
-    command_options : as they are written, by their names with underscores
+    spelled: list[str]
+    """The words with hyphens and underscores as the recipe and the options have them."""
+    elsewhere: set[str]
+    """The keys among them that are neither a key of the recipe nor an option of the command."""
+    recipe: Files
+    command_options: Collection[str]
+
+    @classmethod
+    def read(cls, words: Sequence[str], options: Sequence[str]) -> Words:
+        """Read words, the first of which is a recipe; ``options`` are the names of the command's own options."""
+        recipe = files.chain(locate(words[0]), Findings())
+        command_options = ("no-check", *options)
+        speller = _Speller(recipe, command_options)
+        spelled = [words[0], *map(speller.spelled, words[1:])]
+        return cls(spelled, speller.elsewhere, recipe, command_options)
+
+    @property
+    def task_is_of_sbkit(self) -> bool:
+        """Whether the recipe's task is one of sbkit's; only the class itself can tell the keys of any other."""
+        return "brain" not in self.elsewhere and _brain(self.recipe).startswith(f"{TASKS}.")
+
+    @functools.cached_property
+    def recipe_keys(self) -> set[str]:
+        return {str(key) for key in files.keys(self.recipe)}
+
+    @functools.cached_property
+    def overrides(self) -> dict[str, Any]:
+        """The values of keys; none if a word can't be read, which is reported when they are parsed again for the run.
+        """
+        try:
+            return with_full_keys(parse_overrides(self.spelled[1:]), self.recipe_keys)
+        except SbkitError:
+            return {}
+
+    def refuse_without_task(self) -> None:
+        """Refuse a recipe that names no task."""
+        _refuse_without_task(self.spelled[0], self.recipe, {*self.recipe_keys, *self.elsewhere})
+
+    def refuse_missing_corpus(self) -> None:
+        """Refuse a corpus that isn't there."""
+        _refuse_missing_corpus(self.overrides.get("data_folder"))
+
+    def refuse_unknown_keys(self) -> None:
+        """Refuse keys that neither the recipe nor its task has."""
+        new = {full_key(key, self.recipe_keys) for key in self.elsewhere} - self.recipe_keys
+        if not new:
+            return  # before the task's package is imported
+        keys_of_task = _declared(_brain(self.recipe))
+        if keys_of_task is None:
+            return
+        declared = {*keys_of_task, *RUN_OPTIONS}
+        unknown = {key: self.overrides.get(key) for key in sorted(new - declared)}
+        if unknown:
+            known = {*self.recipe_keys, *declared, *self.command_options} - {"param_file"}
+            _refuse_unknown(self.recipe, unknown, known)
+
+
+class _Speller:
+    """Writes words with hyphens and underscores as a recipe and a command have them.
+
+    A key as the recipe has it stays. Otherwise hyphens become underscores, except in the command's own options:
+    with the keys ``lr`` and ``schedule``, and the option ``no-run``, ``--min-steps`` becomes ``--min_steps``,
+    ``--no_run`` becomes ``--no-run``, and ``--schedule.max-rise-per-step=1`` ``--schedule.max_rise_per_step=1``.
     """
-    there = {str(key) for key in files.keys(recipe)}
-    nested = {key for _, root in recipe for node in root.walk() if isinstance(node.value, dict) for key in node.value}
-    spelled, elsewhere = [words[0]], set[str]()
-    for word in words[1:]:
-        name = re.match(r"--([\w-]+)(?=([.\w-]*))", word)
-        if name is None:
-            spelled.append(word)
-            continue
-        parts = ((part.replace("-", "_"), part) for part in name[2].split("."))
-        behind = ".".join(underscored if underscored in nested else part for underscored, part in parts)
-        value = word[name.end() + len(behind):]
-        if name[1] in there:
-            spelled.append(f"--{name[1]}{behind}{value}")
-            continue
-        key = name[1].replace("-", "_")
-        spelled.append(f"--{command_options.get(key, key)}{behind}{value}")
-        if key not in command_options:
-            elsewhere.add(key)
-    return spelled, elsewhere
+
+    def __init__(self, recipe: Files, command_options: Collection[str]):
+        self.recipe_keys = {str(key) for key in files.keys(recipe)}
+        self.nested_keys = {
+            key for _, root in recipe for node in root.walk() if isinstance(node.value, dict) for key in node.value}
+        self.options_by_underscored = {option.replace("-", "_"): option for option in command_options}
+        self.elsewhere = set[str]()
+        """The keys so far that are neither of the recipe nor of the command."""
+
+    def spelled(self, word: str) -> str:
+        option = _OPTION.fullmatch(word)
+        if option is None:
+            return word  # a value
+        parts = ".".join(map(self._spelled_part, option["parts"].split(".")))
+        return f"--{self._spelled_key(option['key'])}{parts}{option['rest']}"
+
+    def _spelled_key(self, key: str) -> str:
+        if key in self.recipe_keys:
+            return key
+        underscored = key.replace("-", "_")
+        if underscored in self.options_by_underscored:
+            return self.options_by_underscored[underscored]
+        self.elsewhere.add(underscored)
+        return underscored
+
+    def _spelled_part(self, part: str) -> str:
+        underscored = part.replace("-", "_")
+        return underscored if underscored in self.nested_keys else part
 
 
 def _refuse_without_task(name: str, recipe: Files, known: Container[str]) -> None:
@@ -183,19 +236,8 @@ def parse(argv: list[str], importable: bool = True) -> CommandLine:
     """
     from speechbrain.utils.run_opts import RunOptions
 
-    parser = RunOptions._create_parser()
-    parser.allow_abbrev = False  # --debug_b is a typo, not --debug_batches
-    parser.error = _raise
-    parser.add_argument("--no-check", "--no_check", dest="no_check", action="store_true")
-    precisions = {}
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS  # without the option, the recipe's value counts
-        if action.dest == "optimizer_step_limit":
-            action.type = int
-        if "precision" in action.dest:
-            precisions[action.dest] = ["auto", *action.choices]
-            action.choices = None
-    words, switched_off = _switched(argv, parser)
+    parser, precisions = _run_options_parser()
+    words, switched_off = _without_switch_values(argv, parser)
     known, rest = parser.parse_known_args(words)
     options = {**vars(known), **dict.fromkeys(switched_off, False)}
     path = locate(options.pop("param_file"))
@@ -211,8 +253,31 @@ def parse(argv: list[str], importable: bool = True) -> CommandLine:
     return CommandLine(path, run_opts, overrides, check)
 
 
+def _run_options_parser() -> tuple[argparse.ArgumentParser, dict[str, list[str]]]:
+    """SpeechBrain's parser of run options, changed for sbkit's recipes, and the choices of each option of a precision.
+
+    Written for SpeechBrain 1.1.2. What is changed here is private: its ``RunOptions._create_parser``, and the actions
+    of argparse that this makes. tests/recipe/test_run_options.py fails if a later version has another parser.
+    """
+    from speechbrain.utils.run_opts import RunOptions
+
+    parser = RunOptions._create_parser()
+    parser.allow_abbrev = False  # --debug_b is a typo, not --debug_batches
+    parser.error = _raise
+    parser.add_argument("--no-check", "--no_check", dest="no_check", action="store_true")
+    precisions: dict[str, list[str]] = {}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS  # without the option, the recipe's value counts
+        if action.dest == "optimizer_step_limit":
+            action.type = int
+        if "precision" in action.dest:
+            precisions[action.dest] = ["auto", *action.choices]
+            action.choices = None  # the check reports a wrong one with all other mistakes
+    return parser, precisions
+
+
 def command_options(argv: list[str], hint: str, flags: Sequence[str] = (), repeated: Sequence[str] = (),
-                **options: Callable[[str], object]) -> tuple[argparse.Namespace, list[str]]:
+                    **options: Callable[[str], object]) -> tuple[argparse.Namespace, list[str]]:
     """Split a command's own ``--name value`` and ``--flag`` from its other arguments.
 
     hint : added to the message about one that can't be read
@@ -233,12 +298,15 @@ def command_options(argv: list[str], hint: str, flags: Sequence[str] = (), repea
     from sbkit.recipe import names
 
     names.COMMAND_OPTIONS[1:] = [*(name.rstrip("_") for name in options), *repeated, *flags]
-    words, _ = _switched(argv, parser)
+    words, _ = _without_switch_values(argv, parser)
     return parser.parse_known_args(words)
 
 
-def _switched(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """The words without true and false after a switch, nor the switch where it is false, and what is switched off."""
+def _without_switch_values(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """The words without the values of switches, and the names of those that are switched off.
+
+    ``--debug true`` becomes ``--debug``, and ``--debug false`` is left out: argparse's switches take no values.
+    """
     switches = {name: action.dest for action in parser._actions if action.nargs == 0 for name in action.option_strings}
     words: list[str] = []
     off: list[str] = []

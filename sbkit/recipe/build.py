@@ -29,6 +29,8 @@ from sbkit.recipe.signatures import arguments, kind_of, kind_wanted, locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import as_tuple, is_tuple, static
 
+#: The most lines of source that a statement is looked for in.
+_LONGEST_STATEMENT = 20
 #: PyYAML's own tags, by the tags of HyperPyYAML that do the same.
 _OF_PYYAML = {"!!python/object/apply": "!apply", "!!python/name": "!name", "!!python/module": "!module"}
 
@@ -95,7 +97,8 @@ class Builder:
             if node.tag.startswith(kind) and (wanted := kind_wanted(kind, target)):
                 self.fail(node, "wrong-kind", f"{node.tag} is {kind_of(target)}", wanted)
             positional, named = arguments(node)
-            args, kwargs = [self.make(arg) for arg in positional], {key: self.make(arg) for key, arg in named.items()}
+            args = [self.make(arg) for arg in positional]
+            kwargs = {key: self.make(arg) for key, arg in named.items()}
             if kind in ("!new", "!apply", "!applyref"):
                 return self.call(node, target, args, kwargs)
             return functools.partial(target, *args, **kwargs) if args or kwargs else target
@@ -133,7 +136,8 @@ class Built(Builder):
 
     def __init__(self, findings: Findings, folder: str) -> None:
         super().__init__()
-        self.findings, self.folder = findings, folder
+        self.findings = findings
+        self.folder = folder
         self.hparams: dict[str, Any] = {}
         self.nodes: dict[str, Node] = {}
         """Nodes by top-level key."""
@@ -143,7 +147,10 @@ class Built(Builder):
         """Top-level keys that could not be built."""
         self._failed: set[Node] = set()
         self._origins: dict[int, tuple[object, Node]] = {}
+        """By the id of an object: the object, which keeps its id from being used again, and the node it was built from.
+        """
         self._skipped: list[Callable[[], object]] = []
+        """The calls that initialise weights, in order."""
 
     def initialise(self) -> None:
         """Initialise the weights, which building skipped."""
@@ -175,8 +182,9 @@ class Built(Builder):
                 except _NotBuilt:
                     self.missing.add(key)
         for key in [key for key in self.nodes if key.startswith("__")]:
-            for each in (self.nodes, self.hparams):
-                each.pop(key, None)
+            self.nodes.pop(key)
+            if key in self.hparams:  # it may be missing
+                del self.hparams[key]
             self.missing.discard(key)
 
     def make(self, node: Node) -> Any:  # as documented
@@ -196,7 +204,8 @@ class Built(Builder):
     def call(self, node: Node, target: Callable[..., Any], args: list[Any], kwargs: dict[Any, Any]) -> object:
         """Call it; a failure becomes a finding."""
         if isinstance(target, type) and issubclass(target, Checkpointer):
-            kwargs["checkpoints_dir"], args = self.folder, args[1:]
+            kwargs["checkpoints_dir"] = self.folder
+            args = args[1:]  # the first positional argument is the recipe's folder
         name = getattr(target, "__name__", str(target))
         try:
             return target(*args, **kwargs)
@@ -205,14 +214,12 @@ class Built(Builder):
             self.findings.error(error.code, place, key, error.message.removeprefix(f"{node.key}: "), error.hint or "")
         except OSError as error:  # a file that doesn't exist yet, or no network
             self.findings.warning("not-built", *node.culprit(),
-                                  f"{name} can't be built here: {_first(error)}",
+                                  f"{name} can't be built here: {_reason_of(error)}",
                                   "objects that need it were not checked")
         except Exception as error:  # each constructor has its own errors for wrong arguments
-            # The numbers, texts and lists among the arguments are likely causes.
-            shown = [f"{key} {value!r}" for key, value in kwargs.items()
-                     if all(isinstance(one, (bool, int, float, str, type(None)))
-                            for one in (value if isinstance(value, (list, tuple)) else [value]))]
-            hint, reason = f"it gets {listed(shown)}" if shown else "", _first(error)
+            shown = [f"{key} {value!r}" for key, value in kwargs.items() if _is_plain(value)]  # likely causes
+            hint = f"it gets {listed(shown)}" if shown else ""
+            reason = _reason_of(error)
             if isinstance(error, IndexError):
                 reason = f"a list among them is too short ({reason})"
             if target is nn.ModuleList:  # torch's message changes with its versions
@@ -230,25 +237,43 @@ class Built(Builder):
 @contextlib.contextmanager
 def build(root: Node, findings: Findings) -> Iterator[Built]:
     """Build everything without a known mistake; failures become findings with their lines."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    state_of_python = random.getstate()
+    state_of_numpy = np.random.get_state()
+    state_of_torch = torch.get_rng_state()
     try:
         with tempfile.TemporaryDirectory(prefix="sbkit-check-") as folder:
             built = Built(findings, folder)
             built.build_all(root)
             yield built
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(state_of_python)
+        np.random.set_state(state_of_numpy)
+        torch.set_rng_state(state_of_torch)
 
 
-def _first(error: BaseException) -> str:
-    statement = ""
-    if isinstance(error, AssertionError) and not str(error).strip():  # the asserted statement explains it
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        lines, statement = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1:][:20], frame.line or ""
-        for end in range(1, len(lines) + 1):  # it may span several lines
-            with contextlib.suppress(SyntaxError):
-                statement = ast.unparse(ast.parse(textwrap.dedent("".join(lines[:end]))))
-                break
+def _is_plain(value: object) -> bool:
+    """Whether an argument is a number, a text, true, false or null, or a list of such values."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return all(isinstance(item, (bool, int, float, str, type(None))) for item in values)
+
+
+def _reason_of(error: BaseException) -> str:
+    """Why an object could not be built: the first line of the error's message, or the assertion that doesn't hold."""
+    is_bare_assertion = isinstance(error, AssertionError) and not str(error).strip()
+    statement = _asserted_statement(error) if is_bare_assertion else ""
     return statement or first_line(error)
+
+
+def _asserted_statement(error: BaseException) -> str:
+    """The source of the ``assert`` that failed, in one line; empty if its file can't be read.
+
+    An assertion without a message, such as SpeechBrain's ``assert d_model % nhead == 0``, says nothing else of what was
+    wrong. A traceback has only the first line of a statement, which may span several, so the source file is read.
+    """
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    first = (frame.lineno or 1) - 1
+    following_lines = linecache.getlines(frame.filename)[first:first + _LONGEST_STATEMENT]
+    for count in range(1, len(following_lines) + 1):
+        with contextlib.suppress(SyntaxError):  # it needs more lines
+            return ast.unparse(ast.parse(textwrap.dedent("".join(following_lines[:count]))))
+    return frame.line or ""

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from sbkit.recipe.elsewhere import NAMED_ELSEWHERE, NEEDLESS, REMARKS
 from sbkit.recipe.files import COPIED, Files, keys
 from sbkit.recipe.keys import Declared, is_task
-from sbkit.recipe.overrides import NAMED_ELSEWHERE, NEEDLESS, REMARKS, named, unknown_key
+from sbkit.recipe.overrides import named, unknown_key
 from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.run_options import RUN_OPTIONS
 from sbkit.recipe.signatures import ForbiddenImport, locate

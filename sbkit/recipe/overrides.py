@@ -9,61 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.elsewhere import (
+    DONE_BY_TORCHRUN,
+    NAMED_ELSEWHERE,
+    NEEDLESS,
+    OPTIONS_OF_EVALUATE,
+    OPTIONS_OF_TORCHRUN,
+    REMARKS,
+)
 from sbkit.recipe.files import Files, levels, referred
 from sbkit.recipe.report import COMMAND_LINE, did_you_mean
 from sbkit.recipe.source import BASE, INCLUDE, Findings, Node, Place
 
 #: Tags that may have no value, or a mapping of arguments (for an include, of overrides).
 TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
-_COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
-#: Keys by their names in other libraries, to which another key of ours is more similar.
-NAMED_ELSEWHERE = {name: ours for ours, names in {
-    "lr": "learning_rate lr_adam lr_wav2vec lr_wav2vec2 lr_whisper",
-    "max_batch_seconds": "batch_size", "batching.sort": "sorting sort",
-    "number_of_epochs": "epochs n_epochs num_epochs max_epochs N_epochs num_train_epochs",
-    "data_folder": "train valid test dev "
-                   "train_csv valid_csv test_csv dataset dataset_dir data_dir train_manifest train_json train_data "
-                   "train_ds validation_ds test_ds manifest_filepath",
-    "corpus.data_root": "data_root", "corpus.max_duration": "avoid_if_longer_than max_duration",
-    "corpus.min_duration": "avoid_if_shorter_than min_duration",
-    "output_neurons": "vocab_size", "d_model": "hidden_size", "num_workers": "workers",
-    "precision": "fp16 bf16 amp mixed_precision use_amp", "opt_class": "opt optim optimizer Adam AdamW SGD",
-    "freeze": "freeze_encoder freeze_encoder_layers freeze_feature_extractor freeze_lm freeze_wav2vec freeze_whisper",
-    "encoder_source": "wav2vec2_hub wav2vec2_source whisper_hub hubert_hub wavlm_hub",
-    "tokenizer.character_coverage": "character_coverage", "test_only": "eval_only",
-    "decoder": "test_search valid_search test_beam_search beam_searcher",
-    "spec_augment": "fea_augment specaug", "augment": "wav_augment speed_perturb",
-    "loggers": "use_tensorboard use_wandb", "epoch_counter": "early_stopping_patience patience early_stopping",
-    "max_grad_norm": "grad_clip clip_grad_norm gradient_clip_val gradient_clipping max_norm",
-    "batching.step_seconds": "accum_grad accumulate_grad_batches gradient_accumulation gradient_accumulation_steps",
-    "schedule": "noam_annealing lr_annealing lr_ann lr_scheduler scheduler",
-    "schedule.warmup": "n_warmup_steps warmup_steps",
-    "init_from": "pretrained pretrained_path from_pretrained", "output_folder": "save_dir out_dir exp_dir",
-}.items() for name in names.split()}
-REMARKS = {"batch_size": "It counts seconds of audio, not utterances",
-           **dict.fromkeys("train valid test dev train_csv valid_csv test_csv train_manifest train_json train_ds "
-                           "manifest_filepath".split(),
-                           "It takes a folder, or {train: FILE, dev: FILE, test: FILE}"),
-           "fea_augment": "It takes no Augmenter, but {time_masks: 5, frequency_width: 27}",
-           **dict.fromkeys("freeze_encoder freeze_encoder_layers freeze_wav2vec freeze_whisper".split(),
-                           "It names parts: {Transformer.encoder: true}, or of a pretrained one {encoder: true}"),
-           **dict.fromkeys("early_stopping_patience patience early_stopping".split(),
-                           "It may be a !new:speechbrain.utils.epoch_loop.EpochCounterWithStopper"),
-           "wav_augment": "It is a !new:sbkit.data.augment.Augment", "use_tensorboard": "It lists names: [tensorboard]",
-           **dict.fromkeys("accum_grad accumulate_grad_batches gradient_accumulation "
-                           "gradient_accumulation_steps".split(),
-                           "It is the audio of an update, over all devices and micro-batches"),
-           "vocab_size": "Pieces of words, more than there are letters, need --token_type unigram"}
-NEEDLESS = {key: why for why, keys in {
-    "what is prepared is found again": "skip_prep skip_prepare",
-    "a batch always has clips of similar length": "dynamic_batching use_dynamic_batching bucketing",
-    "CTC has the weight ctc_weight in all epochs": "number_of_ctc_epochs",
-}.items() for key in keys.split()}
-_BY_TORCHRUN = {"distributed_launch", "local_rank", "gpus", "num_gpus", "ngpu"}  # and others'
-_OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
-_OF_SEARCH = {"kenlm_model_path": "--lm FILE", "lm_weight": "--lm FILE --lm-weight 0.5",
-              "ctc_weight_decode": "--joint --ctc-weight 0.4",
-              **dict.fromkeys(("beam_size", "beam_width", "test_beam_size", "valid_beam_size"), "--lm FILE --beam 16")}
+_COMMAND_LINE = Place()
+#: Of a key on the command line without a value, such as ``--debug``.
+_NO_VALUE = Place(column=-1)
 
 
 def full_key(key: str, there: Collection[object]) -> str:
@@ -97,18 +59,18 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     has_vocabulary = "output_neurons" in recipe_keys
     meant, near = _key_meant(files, key, value, known, recipe_keys)
 
-    if key in _OF_TORCHRUN:
+    if key in OPTIONS_OF_TORCHRUN:
         text = f"={value}" if value and not isinstance(value, NoValue) else ""
         hint = f"it is an option of torchrun: torchrun --{key}{text} train.py RECIPE ..."
     elif key in NEEDLESS:
         hint = f"leave it out: {NEEDLESS[key]}"
-    elif key in _OF_SEARCH and "." not in (near or "") and has_vocabulary:  # that of a decoder has a dot
-        hint = f"tests search by the recipe's decoder; afterwards, sbkit evaluate RUN {_OF_SEARCH[key]} does"
+    elif key in OPTIONS_OF_EVALUATE and "." not in (near or "") and has_vocabulary:  # that of a decoder has a dot
+        hint = f"tests search by the recipe's decoder; afterwards, sbkit evaluate RUN {OPTIONS_OF_EVALUATE[key]} does"
     elif key in ("config", "hparams"):
         hint = "the recipe is named first, without an option"
     elif key.startswith("resume"):
         hint = "the same command resumes a run, without an option"
-    elif key in _BY_TORCHRUN:
+    elif key in DONE_BY_TORCHRUN:
         hint = "torchrun starts a process per device: torchrun --nproc_per_node=N train.py RECIPE ..."
     else:
         hint = f"did you mean --{near.removeprefix('--')}?" if near else "sbkit show prints its keys"
@@ -235,12 +197,10 @@ def _insert(into: Node, given: Node) -> None:
 
 def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str], partial: bool = False,
            nested: bool = False) -> None:
-    """Apply overrides to a mapping; a new key comes before the next one of its file that the mapping has already.
-
-    So a recipe and its base are built in the order in which they read, which random initial weights depend on.
+    """Apply overrides to a mapping, whose keys are then in the order of ``_order_with``.
 
     partial : the mapping holds overrides of an included file, so its keys aren't all there are
-    nested : the mapping is a value within a file: its own new keys are its last ones
+    nested : the mapping is a value within a file, see ``_order_with``
     """
     partial = partial or root.tag.startswith(INCLUDE)
     order = _order_with(root, given, nested)
@@ -251,15 +211,19 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
             example = "VALUE" if target.tag or not isinstance(target.value, (int, float, str)) else target.value
             findings.error("no-value", new.place, target.key, "it has no value",
                            f"write one after it, such as --{target.key} {example or 'VALUE'}")
+        # A new key, or what replaces a whole value.
         elif target is None or new.tag or new.whole or not isinstance(new.value, dict):
             if key not in declared and not partial:
                 _report_typo(root, given, key, new, findings)
             _set(root, key, new, given)
+        # From here on, the override is a plain mapping: it changes parts of the value.
         elif isinstance(target.value, dict):
             _apply(target, new, findings, declared, partial and not target.tag, not target.tag.startswith(INCLUDE))
+        # An object without arguments gets its first ones.
         elif target.tag.startswith(TAKES_PARTS) and target.value in ("", None):
             places = {part: new.place_of(part) for part in new.value}
             root.value[key] = Node(new.value, target.place, target.key, target.tag, key_places=places)
+        # A mapping in a file can replace a number or a text, but parts one by one, as --a.b 1, are a mistake there.
         elif not new.dotted and target.scalar and not target.tag:
             _set(root, key, new, given)
         else:
@@ -270,6 +234,26 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
     root.value.update(ordered)
 
 
+# The order in which a recipe's keys are built matters twice: random initial weights depend on it, and a reference to
+# another reference works only if that one is further up. So a recipe and what it overrides are built in the order in
+# which they read, by three rules for keys that are new:
+#
+# 1. A new key comes directly before the next key of its file that the mapping has already.
+# 2. If none follows in its file, it is the last. But at the top of a recipe a plain value comes before the next key of
+#    any file that the mapping has: the new value of that one may refer to it. Objects don't, as they draw random
+#    numbers when they are built, and new keys of a value within a file don't, as nothing there refers to them.
+# 3. No rule puts a new key before one that it refers to: it comes directly after that.
+#
+# For example, a base has the keys on the left and its recipe those in the middle, where rate is from the command line.
+# By rule 1 depth comes before width; by rule 2 rate comes before epochs, and extra is the last.
+#
+#     base.yaml                    overrides                           built in this order
+#     ---------                    ---------                           -------------------
+#     seed: 1                      depth: 3                            seed
+#     width: 4                     width: !ref <depth>                 depth, width
+#     model: !new:Model            rate: 2  (command line)             model
+#     epochs: 3                    epochs: !ref <rate>                 rate, epochs
+#                                  extra: !new:Loss                    extra
 def _order_with(root: Node, given: Node, nested: bool) -> list[Any]:
     """The keys of a mapping and the new ones among its overrides, in the order in which they are to be built.
 
@@ -278,13 +262,13 @@ def _order_with(root: Node, given: Node, nested: bool) -> list[Any]:
     order = list(root.value)
 
     def insert(added: list[Any], before: object) -> None:
-        # Not before what it refers to: a reference to a key below may fail.
-        needed = referred([(Path(given.place_of(key).file), given.value[key]) for key in added])
-        behind_needed = (index + 1 for index, key in enumerate(order) if key in needed)
-        position = max(order.index(before), *behind_needed, 0)
+        position_of_next = order.index(before)
+        referred_by_added = referred([(Path(given.place_of(key).file), given.value[key]) for key in added])
+        positions_behind_referred = [index + 1 for index, key in enumerate(order) if key in referred_by_added]
+        position = max([position_of_next, *positions_behind_referred])
         order[position:position] = added
 
-    # New keys wait for the next key of their file that the mapping has.
+    # Rule 1: new keys wait for the next key of their file that the mapping has.
     waiting: dict[str, list[Any]] = {}
     for key in given.value:
         file = given.place_of(key).file
@@ -293,14 +277,13 @@ def _order_with(root: Node, given: Node, nested: bool) -> list[Any]:
         elif file in waiting:
             insert(waiting.pop(file), key)
 
-    # After those there is no such key in their file.
+    # Rule 2: those that still wait have no such key in their file.
     keys = list(given.value)
     for key in itertools.chain(*waiting.values()):
-        following = next((later for later in keys[keys.index(key):] if later in order), None)
-        # What is no object can stand anywhere: such as a reference to be put where a number was.
+        next_of_any_file = next((later for later in keys[keys.index(key):] if later in order), None)
         is_plain = given.value[key].scalar and given.value[key].tag in ("", "!ref", "!copy")
-        if following is not None and is_plain and not nested:
-            insert([key], following)
+        if next_of_any_file is not None and is_plain and not nested:
+            insert([key], next_of_any_file)
         else:
             order.append(key)
     return order

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,8 +26,6 @@ from sbkit.recipe.values import check_text, static
 #: Packages that may be imported, because the check itself uses them.
 PACKAGES = ("speechbrain", "torch", "sbkit")
 _CALLED = ("!apply", "!applyref")
-_TAGS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")
-_ALL_TAGS = (*_TAGS, "!ref", "!copy", "!include:", "!PLACEHOLDER", "!tuple")
 
 
 def read(path: Path, overrides: Mapping[str, Any], findings: Findings) -> Node | None:
@@ -107,19 +105,85 @@ def validate(root: Node, referred: Collection[str], path: Path, findings: Findin
 
 def _check_tag(node: Node, findings: Findings) -> None:
     """Check that a tag is one of HyperPyYAML's, what it names, and the arguments of that."""
-    if node.tag.startswith(_TAGS):
-        _check_tagged(node, findings)
-    elif node.tag not in ("", "!ref", "!copy", "!PLACEHOLDER") and not node.tag.startswith(("!!python/", "!include:")):
-        tag, _, name = node.tag.partition(":")
-        near = did_you_mean(tag, [tag.rstrip(":") for tag in _ALL_TAGS])
-        colon = ":" if near and f"{near}:" in _ALL_TAGS else ""
-        if name and near in ("!ref", "!copy"):
-            hint = f"did you mean {near} <{name}>?"
-        elif near:
-            hint = f"did you mean {near}{colon}{name or ('NAME' if colon else '')}?"
-        else:
-            hint = f"tags are {listed(_ALL_TAGS)}"
-        findings.wrong(node, "unknown-tag", f"there is no tag {node.tag}", hint)
+    kind, colon, _ = node.tag.partition(":")
+    if kind in _CHECK_OF_USE and colon:
+        _check_named(node, findings)
+    elif node.tag not in _TAGS_WITHOUT_NAME and not node.tag.startswith(_CHECKED_ELSEWHERE):
+        _report_unknown_tag(node, findings)
+
+
+def _check_named(node: Node, findings: Findings) -> None:
+    """Check a tag with a name, such as ``!new:torch.nn.Linear``: the name, what it is, and how that is used."""
+    kind, _, name = node.tag.partition(":")
+    if not name:
+        rest = str(node.value).strip() if node.scalar else "NAME"
+        findings.wrong(node, "bad-name", f"{kind}: has no name after the colon",
+                       f"write {kind}:{rest} without a space")
+        return
+    if node.scalar and node.value not in ("", None):
+        findings.wrong(node, "lost-argument", f"{node.value!r} after {node.tag} is not passed to it",
+                       "write its arguments as a mapping, one key: value per line, or as a list")
+        return
+    try:
+        target = locate(name)
+    except LookupError as error:
+        message, hint = error.args
+        findings.wrong(node, "no-such-name", f"{node.tag} can't be found: {message}", hint)
+        return
+    wanted = kind_wanted(kind, target)
+    if wanted:
+        findings.wrong(node, "wrong-kind", f"{node.tag} is {kind_of(target)}", wanted)
+        return
+    # A constant under !name: can't be called either, so it takes no arguments.
+    check_use = _CHECK_OF_USE[kind] if callable(target) else _check_no_arguments
+    check_use(node, target, findings)
+
+
+def _check_call(node: Node, target: Any, findings: Findings) -> None:  # of any class or function
+    """Check arguments with which it is called."""
+    bind(target, node, findings)
+
+
+def _check_partial(node: Node, target: Any, findings: Findings) -> None:  # of any class or function
+    """Check arguments to which others are added when it is called."""
+    bind(target, node, findings, partial=True)
+
+
+def _check_no_arguments(node: Node, target: Any, findings: Findings) -> None:  # anything that has a name
+    """Report arguments of what takes none."""
+    if not node.scalar and node.value:
+        findings.wrong(node, "too-many-arguments", f"{node.tag} is {kind_of(target)} and takes no arguments",
+                       "remove them")
+
+
+#: What is checked of the use of a name, by the tag before it.
+_CHECK_OF_USE: dict[str, Callable[[Node, Any, Findings], None]] = {
+    "!new": _check_call,
+    "!name": _check_partial,
+    "!apply": _check_call,
+    "!applyref": _check_call,
+    "!module": _check_no_arguments,
+}
+#: No tag, and HyperPyYAML's tags without a name. Resolving has replaced those of references, unless they are wrong.
+_TAGS_WITHOUT_NAME = ("", "!ref", "!copy", "!PLACEHOLDER")
+#: Beginnings of tags that another stage checks.
+_CHECKED_ELSEWHERE = ("!!python/", "!include:")
+_ALL_TAGS = (*(f"{kind}:" for kind in _CHECK_OF_USE), "!ref", "!copy", "!include:", "!PLACEHOLDER", "!tuple")
+
+
+def _report_unknown_tag(node: Node, findings: Findings) -> None:
+    tag, _, name = node.tag.partition(":")
+    near = did_you_mean(tag, [tag.rstrip(":") for tag in _ALL_TAGS])
+    takes_name = f"{near}:" in _ALL_TAGS
+    if near in ("!ref", "!copy") and name:
+        hint = f"did you mean {near} <{name}>?"
+    elif near and takes_name:
+        hint = f"did you mean {near}:{name or 'NAME'}?"
+    elif near:
+        hint = f"did you mean {near}{name}?"
+    else:
+        hint = f"tags are {listed(_ALL_TAGS)}"
+    findings.wrong(node, "unknown-tag", f"there is no tag {node.tag}", hint)
 
 
 def _check_layers(root: Node, findings: Findings) -> None:
@@ -178,35 +242,6 @@ def _check_brain(root: Node, findings: Findings) -> None:
         findings.warning("missing-key", root.value["brain"].place, "brain",
                          f"{cls.__name__} reads the key {name}, which the recipe lacks",
                          f"is {near} a misspelling of it?" if near else f"add {name}: VALUE")
-
-
-def _check_tagged(node: Node, findings: Findings) -> None:
-    kind, _, name = node.tag.partition(":")
-    if not name:
-        rest = str(node.value).strip() if node.scalar else "NAME"
-        findings.wrong(node, "bad-name", f"{kind}: has no name after the colon",
-                       f"write {kind}:{rest} without a space")
-        return
-    if node.scalar and node.value not in ("", None):
-        findings.wrong(node, "lost-argument", f"{node.value!r} after {node.tag} is not passed to it",
-                       "write its arguments as a mapping, one key: value per line, or as a list")
-        return
-    try:
-        target = locate(name)
-    except LookupError as error:
-        message, hint = error.args
-        findings.wrong(node, "no-such-name", f"{node.tag} can't be found: {message}", hint)
-        return
-    wanted = kind_wanted(kind, target)
-    if wanted:
-        findings.wrong(node, "wrong-kind", f"{node.tag} is {kind_of(target)}", wanted)
-        return
-    if kind == "!module" or not callable(target):
-        if not node.scalar and node.value:
-            findings.wrong(node, "too-many-arguments", f"{node.tag} is {kind_of(target)} and takes no arguments",
-                           "remove them")
-        return
-    bind(target, node, findings, partial=kind == "!name")
 
 
 # ---------------------------------------------------------------------------------------------- what is not checked

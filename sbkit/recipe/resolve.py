@@ -116,7 +116,8 @@ class _Resolver:
         included = included or node.tag.startswith(INCLUDE)
         for key, child in node.items():
             node.value[key] = self.walk(child, included)
-        resolved = (self._leave(node) if included else None) or self._replace(node)
+        left_to_included = self._resolve_own_keys(node) if included else None
+        resolved = left_to_included or self._replace(node)
         if included and resolved is not node and not resolved.scalar:
             resolved = self.walk(resolved)  # it may be further below, where it would be skipped as visited
         if included and node.tag and not resolved.tag and isinstance(resolved.value, dict):
@@ -141,7 +142,7 @@ class _Resolver:
     def _replace_reference(self, node: Node) -> Node:
         if not node.scalar:
             return self._error("bad-ref", node, f"{node.tag} takes a text such as <key>, not a list or mapping")
-        target = self._follow(str(node.value), node, ())
+        target = self._resolve_text(str(node.value), node, ())
         if target.scalar and not target.tag and not self.findings.is_reported(target):
             target = dataclasses.replace(target, reference=str(node.value))
         return target
@@ -179,8 +180,12 @@ class _Resolver:
             return self._error("not-built", node, f"{node.tag} fails: {summary(error)}")
         return from_python(result, node.key, node.place)
 
-    def _leave(self, node: Node) -> Node | None:
-        """A reference with only the keys of this file resolved; None if it has no keys of the included file."""
+    def _resolve_own_keys(self, node: Node) -> Node | None:
+        """A reference under an include with only the keys of this file resolved, which the included file can't see.
+
+        The rest is resolved there: if this file has ``depth: 3`` and that one ``layers``, ``!ref <depth> * <layers>``
+        becomes ``!ref 3 * <layers>``. None if it has no keys of the included file, so that all of it is resolved here.
+        """
         if node.tag not in ("!ref", "!copy") or not node.scalar:
             return None
         text = str(node.value)
@@ -197,9 +202,27 @@ class _Resolver:
         return Node(text, node.place, node.key, node.tag)
 
     # ------------------------------------------------------------ references
+    #
+    # ``_resolve_text`` looks at what is written, and ``_use_target`` at what that names. For example:
+    #
+    #     rate: 0.002
+    #     half: !ref <rate> / 2
+    #     layer: !new:Layer
+    #     start: !ref <half>
+    #     again: !ref <layer>
+    #
+    # half     _resolve_text("<rate> / 2"): a reference within a text, so ``_as_text`` puts 0.002 there;
+    #          _resolve_text("0.002 / 2"): no reference, so this text is the result, and ``compute`` makes 0.001 of it
+    # start    _resolve_text("<half>"): one reference and nothing else, so ``_find`` looks for its node;
+    #          _use_target(half): resolved already, as it is above, and a plain value, which ``start`` gets a copy of
+    # again    _resolve_text("<layer>") likewise;
+    #          _use_target(layer): an object, so ``again`` is the same node, and one object is built for both
 
-    def _follow(self, text: str, node: Node, seen: tuple[str, ...]) -> Node:
-        """The node that a reference names, possibly shared with others; a new one for a scalar."""
+    def _resolve_text(self, text: str, node: Node, seen: tuple[str, ...]) -> Node:
+        """The node that takes the place of a reference with this text: a new one, or that of an object it names.
+
+        seen : the texts that have led to this one
+        """
         if not REFERENCE.search(text):
             plain_text = Node(text, node.place, node.key)
             if not seen and "<" in text:
@@ -215,7 +238,7 @@ class _Resolver:
         seen = (*seen, text)
         if REFERENCE.fullmatch(text):
             target = self._find(text, node)
-            return self._unknown(node) if target is None else self._take(target, node, seen)
+            return self._unknown(node) if target is None else self._use_target(target, node, seen)
         pieces: list[str] = []
         end = 0
         for match in REFERENCE.finditer(text):
@@ -228,7 +251,7 @@ class _Resolver:
         if len(whole) > _LONGEST:
             return self._error("bad-ref", node,
                                f"with its references resolved, this text has more than {_LONGEST} characters")
-        inner = self._follow(whole, node, seen)
+        inner = self._resolve_text(whole, node, seen)
         if isinstance(inner.value, str) and not inner.tag:
             try:
                 inner = Node(compute(inner.value), node.place, node.key)
@@ -239,7 +262,8 @@ class _Resolver:
             inner = self.findings.replaced(inner, computed=True)
         return inner
 
-    def _take(self, target: Node, node: Node, seen: tuple[str, ...]) -> Node:
+    def _use_target(self, target: Node, node: Node, seen: tuple[str, ...]) -> Node:
+        """The node that takes the place of a reference to ``target``, which ``node`` holds."""
         named = target.value[0] if target.tag == "!apply:getattr" else target
         if named.tag in ("!ref", "!copy") or named.tag.startswith(INCLUDE):  # not replaced yet: it is further below
             if self._report_circle(named, node):
@@ -250,7 +274,7 @@ class _Resolver:
         if target.tag == PLACEHOLDER or target.value is UNKNOWN:
             return self._unknown(node)
         if isinstance(target.value, str) and not target.tag and REFERENCE.search(target.value):
-            return self._follow(target.value, node, seen)
+            return self._resolve_text(target.value, node, seen)
         if node.tag == "!copy":
             if any(inner.tag in ("!ref", "!copy") for inner in target.walk()):
                 return self._error("later-ref", node,
@@ -279,6 +303,7 @@ class _Resolver:
         return branch
 
     def _as_text(self, match: str, node: Node) -> str | None:
+        """The value of a reference within a text, as text; None if it is unknown, or wrong, which is then reported."""
         target = self._find(match, node)
         if target is None or target.tag == PLACEHOLDER or target.value is UNKNOWN:
             return None

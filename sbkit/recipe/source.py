@@ -52,38 +52,42 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A scalar, list or mapping of a YAML. Its list or mapping is filled by the stage that makes it, and then stays."""
+    """A scalar, list or mapping of a YAML. Its list or mapping is filled by the stage that makes it, and then stays.
 
-    # ------------------------------------------------------------ as parsed
+    ============  ============  ====================================================================================
+    field         set by        what it holds
+    ============  ============  ====================================================================================
+    value         parsing       a Python value, a list of Nodes or a dict of Nodes; ``UNKNOWN`` if it is known only
+                                when the recipe is built
+    place         parsing       where it is written
+    key           parsing       its full name for messages, such as ``CNN.strides[0]``
+    tag           parsing       ``!new:torch.nn.Linear``, ``!ref``, ...; empty for plain data
+    quoted        parsing       whether it is a text in quotes
+    key_places    parsing       places of the keys of a mapping
+    comments      parsing       comments by key or index: the lines above it, and the one after it; under None the
+                                lines at a file's end
+    dotted        command line  whether it is a mapping of parts that were given one by one, as by ``--a.b 1``
+    whole         resolving     whether it is a plain mapping that replaces the whole value it overrides, since it was
+                                written as a reference
+    computed      resolving,    whether it was computed from references, or given on the command line
+                  command line
+    source        resolving     the scalar that it is a reference to
+    reference     resolving     the text of the reference that became this scalar
+    ============  ============  ====================================================================================
+    """
 
     value: Any  # as its tag says
-    """A Python value, a list of Nodes or a dict of Nodes; ``UNKNOWN`` if it is known only when the recipe is built."""
     place: Place
     key: str
-    """Its full name for messages, such as ``CNN.strides[0]``."""
     tag: str = ""
-    """``!new:torch.nn.Linear``, ``!ref``, ...; empty for plain data."""
     quoted: bool = False
     key_places: dict[Any, Place] = field(default_factory=dict)
-    """Places of the keys of a mapping."""
     comments: dict[Any, tuple[list[str], str]] = field(default_factory=dict)
-    """Comments by key or index: the lines above it, and the one after it; under None the lines at a file's end."""
-
-    # ------------------------------------------------------------ as an override, before it is applied
-
     dotted: bool = False
-    """Whether it is a mapping of parts that were given one by one, as by ``--a.b 1``."""
     whole: bool = False
-    """Whether it is a plain mapping that replaces the whole value it overrides, since it was written as a reference."""
-
-    # ------------------------------------------------------------ as resolved
-
     computed: bool = False
-    """Whether it was computed from references, or given on the command line."""
     source: Node | None = None
-    """The scalar that it is a reference to."""
     reference: str = ""
-    """The text of the reference that became this scalar."""
 
     def __post_init__(self) -> None:
         key = self.key

@@ -11,8 +11,9 @@ import torch
 from sbkit.recipe.patterns import flattened
 from sbkit.runs import from_nothing
 from sbkit.score.metric import Metric
+from sbkit.tasks.advice import Setup
 from sbkit.tasks.keys import RecogniserKeys
-from sbkit.tasks.learning_notices import EVERY, LearningNotices, Notice, Setup
+from sbkit.tasks.learning_notices import EVERY, LearningNotices, Notice
 from sbkit.tasks.learning_progress import LearningProgress
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks

@@ -27,34 +27,14 @@ _PRECISIONS = ("fp32", "bf16", "fp16")
 def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str, Any] | None,
           ) -> tuple[RunOptions, dict[str, Any] | None]:
     """Return copies of both, with numbers instead of texts and a usable ``device``, or raise an error."""
-    opts = _run_options(run_opts)
-    opts = dataclasses.replace(opts, **{name: option_number(name, opts[name]) for name in NUMBERS})
+    opts = _with_numbers(_run_options(run_opts))
     values = _checked_hparams(hparams)
-
-    device = str(devices.resolve(pick(opts, values, "device")))
-    if pick(opts, values, "data_parallel_backend") and torch.cuda.device_count() == 0:
-        raise SbkitError("device-unavailable", f"data_parallel_backend is {NO_DATA_PARALLEL[0]}", hint=NO_DATA_PARALLEL[1],
-                         key="data_parallel_backend")
-    for name in ("precision", "eval_precision"):
-        if pick(opts, values, name) == "auto":
-            opts, values = _with_value(opts, values, name, native_precision(torch.device(device)))
-        precision = pick(opts, values, name)
-        if precision not in _PRECISIONS:
-            raise SbkitError("bad-value",
-                             f"{name} is {precision!r}",
-                             hint=f"choose one of auto, {', '.join(_PRECISIONS)}",
-                             key=name, value=precision)
-    factor = option_number(_FACTOR, pick(opts, values, _FACTOR))
-    if factor is not None and factor < 1:
-        raise SbkitError("bad-value", f"{_FACTOR} is {factor}, and must be 1 or more", key=_FACTOR, value=factor)
+    device = devices.resolve(pick(opts, values, "device"))
+    _refuse_data_parallel(opts, values)
+    opts, values = _with_precisions(opts, values, device)
+    _check_accumulation(opts, values)
     values = _with_one_interval(opts, values)
-
-    chosen = set(opts.overridden_args)
-    if values is not None and "device" in values:
-        values["device"] = device
-    else:
-        chosen.add("device")  # otherwise SpeechBrain would choose a device again
-    return dataclasses.replace(opts, device=device, overridden_args=chosen), values
+    return _with_device(opts, values, str(device))
 
 
 def _run_options(run_opts: RunOptions | Mapping[str, Any] | None) -> RunOptions:
@@ -79,6 +59,48 @@ def _checked_hparams(hparams: Mapping[str, Any] | None) -> dict[str, Any] | None
     values = {name: guard_loss(value) for name, value in hparams.items()}
     values.update({name: option_number(name, values[name]) for name in NUMBERS if name in values})
     return values
+
+
+def _with_numbers(opts: RunOptions) -> RunOptions:
+    """Return options with numbers instead of texts."""
+    return dataclasses.replace(opts, **{name: option_number(name, opts[name]) for name in NUMBERS})
+
+
+def _refuse_data_parallel(opts: RunOptions, values: dict[str, Any] | None) -> None:
+    """Refuse torch's DataParallel on a machine without a GPU, as SpeechBrain's Brain does."""
+    if pick(opts, values, "data_parallel_backend") and torch.cuda.device_count() == 0:
+        raise SbkitError("device-unavailable", f"data_parallel_backend is {NO_DATA_PARALLEL[0]}", hint=NO_DATA_PARALLEL[1],
+                         key="data_parallel_backend")
+
+
+def _with_precisions(opts: RunOptions, values: dict[str, Any] | None, device: torch.device,
+                     ) -> tuple[RunOptions, dict[str, Any] | None]:
+    """Return both with the device's own precision in place of ``auto``, or raise an error for an unknown one."""
+    for name in ("precision", "eval_precision"):
+        if pick(opts, values, name) == "auto":
+            opts, values = _with_value(opts, values, name, native_precision(device))
+        precision = pick(opts, values, name)
+        if precision not in _PRECISIONS:
+            raise SbkitError("bad-value", f"{name} is {precision!r}",
+                             hint=f"choose one of auto, {', '.join(_PRECISIONS)}", key=name, value=precision)
+    return opts, values
+
+
+def _check_accumulation(opts: RunOptions, values: dict[str, Any] | None) -> None:
+    factor = option_number(_FACTOR, pick(opts, values, _FACTOR))
+    if factor is not None and factor < 1:
+        raise SbkitError("bad-value", f"{_FACTOR} is {factor}, and must be 1 or more", key=_FACTOR, value=factor)
+
+
+def _with_device(opts: RunOptions, values: dict[str, Any] | None, device: str,
+                 ) -> tuple[RunOptions, dict[str, Any] | None]:
+    """Return both with this device, where SpeechBrain looks for it."""
+    chosen = set(opts.overridden_args)
+    if values is not None and "device" in values:
+        values = {**values, "device": device}
+    else:
+        chosen.add("device")  # otherwise SpeechBrain would choose a device again
+    return dataclasses.replace(opts, device=device, overridden_args=chosen), values
 
 
 def _with_value(opts: RunOptions, hparams: dict[str, Any] | None, name: str, value: object,

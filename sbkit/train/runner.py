@@ -18,7 +18,7 @@ from sbkit.errors import SbkitError
 from sbkit.train.averaging import EMA
 from sbkit.train.batches import MicroBatch, Objectives, Outputs
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.parallel import Single, zeroed
+from sbkit.train.distributed.parallel import Parallel, zeroed
 from sbkit.train.hooks import Hooks
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.precision import Precision
@@ -68,7 +68,7 @@ class Eager:
 
     updates_weights = True
 
-    def __init__(self, hooks: Hooks, parallel: Single, precision: Precision, moving_average: EMA | None,
+    def __init__(self, hooks: Hooks, parallel: Parallel, precision: Precision, moving_average: EMA | None,
                  times: StepTimes, device: torch.device):
         self.hooks = hooks
         self.parallel = parallel

@@ -130,22 +130,37 @@ def log_limits(schedule: Schedule, steps: int, tracks_learning: bool) -> None:
 
     tracks_learning : whether the loss can be compared with chance
     """
-    warmup, rate = schedule.warmup_end()
     if schedule.limits_warmup:
-        lowered = limited_at_chance = ""
-        if rate != schedule.peak:
-            lowered = (f", so it doesn't reach the {schedule.peak:g} of the recipe; schedule.max_rise_per_step null "
-                       "removes the limit")
-        if schedule.limit_at(0) < rate:
-            limited_at_chance = (f"; while the loss is at chance, to {schedule.max_lr_at_chance:g} "
-                                 "(schedule.max_lr_at_chance)")
-        logger.log(logging.WARNING if rate < schedule.peak / 2 else logging.INFO,
-                   "The learning rate rises by at most %g a step (schedule.max_rise_per_step): to %.3g in %d steps%s%s",
-                   schedule.max_rise_per_step, rate, warmup, lowered, limited_at_chance)
+        _log_limited_warmup(schedule)
     if schedule.max_lr_at_chance is not None and not tracks_learning:
-        logger.warning("schedule.max_lr_at_chance has no effect here: it needs a recogniser whose loss has a part per "
-                       "token (LearningMonitor), and a step that isn't overridden; leave it out")
+        _warn_of_limit_without_effect()
+    warmup, _ = schedule.warmup_end()
     if warmup > steps:
-        logger.warning("The warm-up takes %d steps and the run has %d, so the learning rate reaches only %.3g of %g: "
-                       "use a shorter one, such as --schedule.warmup 0.2, a share of the run",
-                       warmup, steps, schedule(steps), schedule.peak)
+        _warn_of_long_warmup(schedule, warmup, steps)
+
+
+def _log_limited_warmup(schedule: Schedule) -> None:
+    """Log how ``max_rise_per_step`` changes the warm-up; a warning if the peak is less than half of the recipe's."""
+    steps, rate = schedule.warmup_end()
+    lowered = ""
+    if rate != schedule.peak:
+        lowered = (f", so it doesn't reach the {schedule.peak:g} of the recipe; schedule.max_rise_per_step null "
+                   "removes the limit")
+    limited_at_chance = ""
+    if schedule.limit_at(0) < rate:
+        limited_at_chance = (f"; while the loss is at chance, to {schedule.max_lr_at_chance:g} "
+                             "(schedule.max_lr_at_chance)")
+    logger.log(logging.WARNING if rate < schedule.peak / 2 else logging.INFO,
+               "The learning rate rises by at most %g a step (schedule.max_rise_per_step): to %.3g in %d steps%s%s",
+               schedule.max_rise_per_step, rate, steps, lowered, limited_at_chance)
+
+
+def _warn_of_limit_without_effect() -> None:
+    logger.warning("schedule.max_lr_at_chance has no effect here: it needs a recogniser whose loss has a part per "
+                   "token (LearningMonitor), and a step that isn't overridden; leave it out")
+
+
+def _warn_of_long_warmup(schedule: Schedule, warmup: float, steps: int) -> None:
+    logger.warning("The warm-up takes %d steps and the run has %d, so the learning rate reaches only %.3g of %g: "
+                   "use a shorter one, such as --schedule.warmup 0.2, a share of the run",
+                   warmup, steps, schedule(steps), schedule.peak)

@@ -27,7 +27,7 @@ from sbkit.train.batches import DataSource, KeptBatch, MicroBatch, is_last
 from sbkit.train.checkpoint.files import locked_for_training
 from sbkit.train.distributed import equality, ranks, unreached
 from sbkit.train.distributed.equality import Buffers
-from sbkit.train.distributed.parallel import Single
+from sbkit.train.distributed.parallel import Parallel, Single
 from sbkit.train.freezing import Freezing
 from sbkit.train.graphs import Captured
 from sbkit.train.hooks import EpochBatches, Hooks, LoopSettings
@@ -83,7 +83,7 @@ class Trainer:
 
     # ------------------------------------------------------------ how steps are computed
 
-    def share_by(self, parallel: Single) -> None:
+    def share_by(self, parallel: Parallel) -> None:
         """Share steps with the other ranks in this way from now on."""
         self.parallel = parallel
         self.eager = Eager(self.hooks, parallel, self.precision, self.moving_average, self.times, self.device)

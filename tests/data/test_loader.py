@@ -254,8 +254,8 @@ def test_starts_at_any_step_without_those_before_it(manifest, workers, monkeypat
     with make(manifest, workers=workers) as loader:
         asked = []
         plan = loader.epoch_plan(3)
-        places = plan.places
-        monkeypatch.setattr(plan, "places", lambda step, *rest: asked.append(step) or places(step, *rest))
+        places = plan.micro_batches
+        monkeypatch.setattr(plan, "micro_batches", lambda step, *rest: asked.append(step) or places(step, *rest))
         rest = list(loader.at(3, 2))
         assert asked[0] == 2 and min(asked) == 2
         assert all(map(same, rest, [batch for batch in whole if batch.step >= 2]))

@@ -94,9 +94,9 @@ def test_each_step_has_its_parts_in_proportion_on_any_number_of_ranks():
             assert abs(counts - len(members) * wanted / wanted.sum()).max() < 1.5
             audio += np.bincount(parts.numbers[members], weights=seconds[members], minlength=3)
             for world in (1, 2, 3):
-                places = [one for rank in range(world) for one in made.places(step, rank, world)]
+                places = [one for rank in range(world) for one in made.micro_batches(step, rank, world)]
                 assert sorted(np.concatenate(places).tolist()) == sorted(
-                    np.concatenate(made.places(step, 0, 1)).tolist())
+                    np.concatenate(made.micro_batches(step, 0, 1)).tolist())
         assert audio / audio.sum() == pytest.approx(1 / 3, abs=0.01)
         assert audio.sum() == pytest.approx(seconds.sum(), rel=0.01)
     assert plan.sampler.parts.times == pytest.approx(
@@ -111,7 +111,7 @@ def test_a_later_epoch_is_found_without_those_before_it_and_goes_on_where_they_e
     for epoch in range(1, 8):
         made = plan.epoch(epoch)
         for step in range(len(made)):
-            for places in made.places(step):
+            for places in made.micro_batches(step):
                 for row, visit in zip(made.members[places].tolist(), made.pass_numbers(places).tolist(), strict=True):
                     seen[row] += 1
                     assert abs(visit - seen[row]) <= plan.passes * 10  # within an epoch steps are shuffled

@@ -99,7 +99,7 @@ def test_few_shapes_of_700_hours_have_little_padding(step, world, most):
     for i in range(len(epoch)):
         assert np.array_equal(epoch.step(i), same.step(i))
         shape = epoch.shape(i, world)
-        padded += world * len(epoch.places(i, 0, world)) * shape.rows * shape.seconds
+        padded += world * len(epoch.micro_batches(i, 0, world)) * shape.rows * shape.seconds
         shapes.add(shape)
     assert len(shapes) <= 32 and 1 - seconds.sum() / padded < most
 
@@ -152,7 +152,8 @@ def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
             drawn = np.concatenate([made.step(i) for i in steps])
             assert sorted(drawn.tolist()) == list(range(60))  # each time everything once, as a separate epoch would
             visit = again.passes * (epoch - 1) + number + 1
-            assert {visit for i in steps for places in made.places(i) for visit in made.pass_numbers(places)} == {visit}
+            micro_batches = [places for i in steps for places in made.micro_batches(i)]
+            assert {number for places in micro_batches for number in made.pass_numbers(places)} == {visit}
             assert [made.step(i).tolist() for i in steps] == steps_of(once, visit)
 
 

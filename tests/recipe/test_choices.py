@@ -53,7 +53,7 @@ def test_a_class_of_ones_own_may_know_more():
 def test_an_assertion_of_several_lines_is_shown_whole():
     with pytest.raises(AssertionError) as caught:
         TransformerASR(tgt_vocab=3, input_size=4, d_model=4, nhead=2, attention_type="RoPE", causal=False)
-    message = build._first(caught.value)
+    message = build._reason_of(caught.value)
     assert message.startswith("assert attention_type in [") and message.endswith("'RoPEMHA']")
 
 

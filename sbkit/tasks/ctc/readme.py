@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sbkit.export import layout
-from sbkit.export.layout import Config
+from sbkit.export.layout import Config, Streaming
 from sbkit.export.parity import Comparison
 from sbkit.export.readme import NO_PAUSES, PROGRAM, of_recogniser, word_rule
 
@@ -147,6 +148,7 @@ for result in model.stream()(microphone):  # arrays of samples, of any size
     print([word.text for word in result.settled], [word.text for word in result.partial])
 ```
 """
+#: The names in braces are properties of ``StreamFacts``.
 _STREAMS = """{files}: a chunk of a stream and a state in, its log-probabilities and the next state out. A chunk has
 {chunks} output frames ({milliseconds} ms); all chunks of a stream have the same size. Mirror the stream at both ends,
 by {before} samples before its beginning and {after} after its end. The window of a chunk of C frames has
@@ -187,28 +189,122 @@ def words(config: Config, symbols: Sequence[str]) -> str:
 def text(name: str, config: Config, comparison: Comparison, symbols: Sequence[str],
          of_targets: Sequence[str] = ()) -> str:
     """Return the whole file as a string; ``of_targets`` are sections on the programs that models were exported for."""
-    values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary,
-              "frame": 1000 * config.frame_seconds}
-    parts = [words(config, symbols), *(_USE[each].format(**values) for each in _USE if each in config.models)]
+    sections = [words(config, symbols), *_uses(name, config)]
     if config.streaming is not None and config.streaming.models:
-        stream = config.streaming
-        files = stream.models
-        used = {layout.ONNX: files.get(layout.ONNX, files.get(layout.INT8)), layout.TORCH: files.get(layout.TORCH)}
-        lines = [_LIVE.format(name=name), _STREAMS.format(
-            files=_listed([f"`{file}`" for file in files.values()]), chunks=_listed(stream.chunks),
-            milliseconds=_listed([f"{1000 * size * config.frame_seconds:g}" for size in stream.chunks]),
-            before=stream.before, after=stream.after, frame=config.hop_samples * config.subsampling,
-            overlap=stream.overlap, moves=f"(C - {stream.ahead})" if stream.ahead else "C",
-            again=f" (not the last {stream.ahead} of a full window, the lookahead: the next window begins with them,"
-                  " even if it has no others)" if stream.ahead else "", subsampling=config.subsampling,
-            hop=config.hop_samples,
-            size=config.hop_samples + stream.overlap, vocabulary=config.vocabulary,
-            chunk=stream.chunks[len(stream.chunks) // 2],
-            ahead=f" - {stream.ahead}" if stream.ahead else "")]
-        lines += [_STREAM_USE[each].format(file=file, rate=config.sample_rate)
-                  for each, file in used.items() if file is not None]
-        parts.append("### Streams\n\n" + "\n".join(lines))
-    return of_recogniser(name, "CTC", config, comparison, [*parts, *of_targets])
+        sections.append(_streams(name, config, config.streaming))
+    return of_recogniser(name, "CTC", config, comparison, [*sections, *of_targets])
+
+
+def _uses(name: str, config: Config) -> list[str]:
+    """Return a section on each format of whole recordings that the bundle has."""
+    values = {
+        "name": name,
+        "rate": config.sample_rate,
+        "vocabulary": config.vocabulary,
+        "frame": 1000 * config.frame_seconds,
+    }
+    return [template.format(**values) for kind, template in _USE.items() if kind in config.models]
+
+
+def _streams(name: str, config: Config, streaming: Streaming) -> str:
+    """Return the section on streams: in sbkit, what the model takes and gives, and in the programs that run it."""
+    facts = StreamFacts(config, streaming)
+    files = {
+        layout.ONNX: streaming.models.get(layout.ONNX, streaming.models.get(layout.INT8)),
+        layout.TORCH: streaming.models.get(layout.TORCH),
+    }
+    programs = [_STREAM_USE[kind].format(file=file, rate=config.sample_rate)
+                for kind, file in files.items() if file is not None]
+    return "### Streams\n\n" + "\n".join([_LIVE.format(name=name), _STREAMS.format_map(facts), *programs])
+
+
+@dataclass(frozen=True)
+class StreamFacts:
+    """What ``_STREAMS`` says of a model for streams. ``facts["hop"]`` is ``facts.hop``, for ``str.format_map``."""
+
+    config: Config
+    streaming: Streaming
+
+    @property
+    def files(self) -> str:
+        return _listed([f"`{file}`" for file in self.streaming.models.values()])
+
+    # ------------------------------------------------------------ chunks, in output frames
+
+    @property
+    def chunks(self) -> str:
+        """The sizes that a chunk may have."""
+        return _listed(self.streaming.chunks)
+
+    @property
+    def milliseconds(self) -> str:
+        """The same in milliseconds."""
+        return _listed([f"{1000 * size * self.config.frame_seconds:g}" for size in self.streaming.chunks])
+
+    @property
+    def chunk(self) -> int:
+        """The size in the example: the middle one."""
+        return self.streaming.chunks[len(self.streaming.chunks) // 2]
+
+    @property
+    def ahead(self) -> str:
+        """What the lookahead takes off a chunk's size in the example."""
+        return f" - {self.streaming.ahead}" if self.streaming.ahead else ""
+
+    @property
+    def moves(self) -> str:
+        """The output frames between the beginnings of two windows, for a chunk of C."""
+        return f"(C - {self.streaming.ahead})" if self.streaming.ahead else "C"
+
+    @property
+    def again(self) -> str:
+        """Which of a window's outputs the next one repeats, in brackets; empty without lookahead."""
+        if not self.streaming.ahead:
+            return ""
+        return (f" (not the last {self.streaming.ahead} of a full window, the lookahead: the next window begins with"
+                " them, even if it has no others)")
+
+    # ------------------------------------------------------------ windows, in samples
+
+    @property
+    def before(self) -> int:
+        return self.streaming.before
+
+    @property
+    def after(self) -> int:
+        return self.streaming.after
+
+    @property
+    def hop(self) -> int:
+        """From one feature frame to the next."""
+        return self.config.hop_samples
+
+    @property
+    def size(self) -> int:
+        """Of a feature frame."""
+        return self.config.hop_samples + self.streaming.overlap
+
+    @property
+    def overlap(self) -> int:
+        """Of feature frames."""
+        return self.streaming.overlap
+
+    @property
+    def frame(self) -> int:
+        """From one output frame to the next."""
+        return self.config.hop_samples * self.config.subsampling
+
+    @property
+    def subsampling(self) -> int:
+        """Feature frames per output frame."""
+        return self.config.subsampling
+
+    @property
+    def vocabulary(self) -> int:
+        return self.config.vocabulary
+
+    def __getitem__(self, name: str) -> object:
+        return getattr(self, name)
 
 
 def _listed(values: Sequence[object]) -> str:

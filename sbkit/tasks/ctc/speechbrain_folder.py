@@ -45,6 +45,47 @@ _HEAD = """# For stock SpeechBrain; the weights are in model.ckpt, which is a sa
 sample_rate: {sample_rate}
 """
 
+#: In place of a normalisation whose statistics are fixed.
+_FIXED_NORM = """
+# The global mean and deviation of training, fixed.
+normalize: !new:speechbrain.nnet.normalization.BatchNorm1d
+    input_size: {size}
+    affine: false
+    eps: 1.0e-20
+"""
+
+#: Before and after the convolutions.
+_GUARD = """
+# Silence after each utterance for the convolutions, as in training.
+guard: !new:torch.nn.ConstantPad2d
+    padding: [0, 0, 0, {frames}]
+    value: 0.0
+flatten: !new:torch.nn.Flatten
+    start_dim: 2
+crop: !new:torch.nn.ConstantPad2d
+    padding: [0, 0, 0, -{outputs}]
+    value: 0.0
+"""
+
+#: Around a Transformer, of which SpeechBrain has to call encode.
+_WRAPPED = """
+wrapped: !new:speechbrain.lobes.models.transformer.TransformerASR.EncoderWrapper
+    transformer: !ref <{key}>
+"""
+
+#: Followed by the layers that have weights.
+_MODEL = """
+log_softmax: !new:speechbrain.nnet.activations.Softmax
+    apply_log: true
+
+model: !new:torch.nn.ModuleList
+"""
+
+#: Followed by all layers, in the order in which they are called.
+_SEQUENCE = """
+encoder: !new:speechbrain.nnet.containers.LengthsCapableSequential
+"""
+
 _TAIL = """
 tokenizer: !new:sentencepiece.SentencePieceProcessor
 audio_normalizer: !new:speechbrain.dataio.preprocess.AudioNormalizer
@@ -71,6 +112,16 @@ class Part(NamedTuple):
     key: str
     module: Any  # for the attributes of its class
     node: Node
+
+    @property
+    def name(self) -> str:
+        """Its key in hyperparams.yaml, where SpeechBrain calls the whole sequence ``encoder``."""
+        return "layers" if self.key == "encoder" else self.key
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether it is called by its ``encode``, which a wrapper of SpeechBrain's does."""
+        return hasattr(self.module, "encode")
 
     @property
     def fixed(self) -> bool:
@@ -101,7 +152,17 @@ def write(folder: Path, run: Path, acoustic_model: AcousticModel, tokenizer: Tok
         raise SbkitError("speechbrain-mismatch", f"SpeechBrain can't build what the recipe describes: {summary(error)}",
                          hint="export without --target speechbrain") from error
     learned = [part for part in parts if part.learned]
-    for module, part in zip(built["model"], learned, strict=True):
+    _load_weights(built["model"], learned)
+    keys = {str(place): part.key for place, part in enumerate(learned)}
+    save_model(built["model"], str(folder / layout.WEIGHTS), metadata={"format": "pt", PARTS: json.dumps(keys)})
+    (folder / layout.TOKENIZER).write_bytes(tokenizer.processor.serialized_model_proto())
+    disk.link_or_copy(folder / layout.WEIGHTS, folder / "model.ckpt")
+    disk.link_or_copy(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")
+
+
+def _load_weights(modules: torch.nn.ModuleList, learned: Sequence[Part]) -> None:
+    """Load what the parts have learnt into the modules that SpeechBrain has built of hyperparams.yaml."""
+    for module, part in zip(modules, learned, strict=True):
         state = _fixed_state(part.module) if part.fixed else part.module.state_dict()
         own = module.state_dict()
         missing = sorted(set(own) - set(state))
@@ -110,11 +171,6 @@ def write(folder: Path, run: Path, acoustic_model: AcousticModel, tokenizer: Tok
                              f"{missing[0]} (and {len(missing) - 1} more)", key=part.key,
                              hint=f"has the run's {layout.RECIPE} been changed?")
         module.load_state_dict({key: state[key] for key in own})
-    keys = {str(place): part.key for place, part in enumerate(learned)}
-    save_model(built["model"], str(folder / layout.WEIGHTS), metadata={"format": "pt", PARTS: json.dumps(keys)})
-    (folder / layout.TOKENIZER).write_bytes(tokenizer.processor.serialized_model_proto())
-    disk.link_or_copy(folder / layout.WEIGHTS, folder / "model.ckpt")
-    disk.link_or_copy(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")
 
 
 def _fixed_state(norm: InputNormalization) -> dict[str, torch.Tensor]:
@@ -133,70 +189,57 @@ def _definition(module: Any, node: Node) -> Node:  # of any class
 
 def _recipe(parts: list[Part], acoustic_model: AcousticModel, sample_rate: int, blank_id: int, name: str) -> str:
     """Return the text of hyperparams.yaml: the recipe's own definitions of its layers, in a sequence."""
-    own = Node({}, Place(), "")  # definitions of the run's recipe
-    extra = ""  # others, as text
-    row: list[str] = []  # the keys of the sequence
-    learned: list[str] = []
-    for part in parts:
-        # SpeechBrain calls the whole sequence `encoder`.
-        key = "layers" if part.key == "encoder" else part.key
-        if part.fixed:
-            extra += _FIXED_NORM.format(size=len(part.module.glob_mean))
-        else:
-            own.value[key] = part.node
-        if part.learned:
-            learned.append(key)
-        if part.module is acoustic_model.frontend:
-            extra += _GUARD.format(frames=GUARD_FRAMES, outputs=GUARD_FRAMES // acoustic_model.subsampling)
-            row += ["guard", key, "flatten", "crop"]
-        elif hasattr(part.module, "encode"):
-            extra += _WRAPPED.format(key=key)
-            row.append("wrapped")
-        else:
-            row.append(key)
     return "".join([
-        _HEAD.format(name=name, sample_rate=sample_rate), writing.text(own), extra, _MODEL,
-        *(f"{'      -' if i else '    - -'} !ref <{key}>\n" for i, key in enumerate(learned)), _ROW,
-        *(f"    {key}: !ref <{key}>\n" for key in [*row, "log_softmax"]), _TAIL.format(blank=blank_id),
+        _HEAD.format(name=name, sample_rate=sample_rate),
+        _own_definitions(parts),
+        *(_added_definitions(part, acoustic_model) for part in parts),
+        _layers_with_weights(parts),
+        _sequence(parts, acoustic_model),
+        _TAIL.format(blank=blank_id),
     ])
 
 
-_FIXED_NORM = """
-# The global mean and deviation of training, fixed.
-normalize: !new:speechbrain.nnet.normalization.BatchNorm1d
-    input_size: {size}
-    affine: false
-    eps: 1.0e-20
-"""
-
-_GUARD = """
-# Silence after each utterance for the convolutions, as in training.
-guard: !new:torch.nn.ConstantPad2d
-    padding: [0, 0, 0, {frames}]
-    value: 0.0
-flatten: !new:torch.nn.Flatten
-    start_dim: 2
-crop: !new:torch.nn.ConstantPad2d
-    padding: [0, 0, 0, -{outputs}]
-    value: 0.0
-"""
-
-_WRAPPED = """
-wrapped: !new:speechbrain.lobes.models.transformer.TransformerASR.EncoderWrapper
-    transformer: !ref <{key}>
-"""
+def _own_definitions(parts: list[Part]) -> str:
+    """Return the definitions of layers in the run's recipe, except those that are replaced."""
+    own = Node({}, Place(), "")
+    for part in parts:
+        if not part.fixed:
+            own.value[part.name] = part.node
+    return writing.text(own)
 
 
-_MODEL = """
-log_softmax: !new:speechbrain.nnet.activations.Softmax
-    apply_log: true
+def _added_definitions(part: Part, acoustic_model: AcousticModel) -> str:
+    """Return the definitions that a layer needs, and the recipe lacks."""
+    added = ""
+    if part.fixed:
+        added += _FIXED_NORM.format(size=len(part.module.glob_mean))
+    if part.module is acoustic_model.frontend:
+        added += _GUARD.format(frames=GUARD_FRAMES, outputs=GUARD_FRAMES // acoustic_model.subsampling)
+    elif part.is_wrapped:
+        added += _WRAPPED.format(key=part.name)
+    return added
 
-model: !new:torch.nn.ModuleList
-"""
 
-_ROW = """
-encoder: !new:speechbrain.nnet.containers.LengthsCapableSequential
-"""
+def _layers_with_weights(parts: list[Part]) -> str:
+    """Return the definition of the list whose state is in model.ckpt."""
+    names = [part.name for part in parts if part.learned]
+    lines = [f"      - !ref <{name}>\n" for name in names]
+    lines[0] = f"    - - !ref <{names[0]}>\n"  # the list is the only argument
+    return _MODEL + "".join(lines)
+
+
+def _sequence(parts: list[Part], acoustic_model: AcousticModel) -> str:
+    """Return the definition of the sequence of all layers, which SpeechBrain calls."""
+    names: list[str] = []
+    for part in parts:
+        if part.module is acoustic_model.frontend:
+            names += ["guard", part.name, "flatten", "crop"]
+        elif part.is_wrapped:
+            names.append("wrapped")
+        else:
+            names.append(part.name)
+    names.append("log_softmax")
+    return _SEQUENCE + "".join(f"    {name}: !ref <{name}>\n" for name in names)
 
 
 class EncoderASRRunner:

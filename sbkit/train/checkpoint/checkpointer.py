@@ -1,41 +1,49 @@
 """SpeechBrain's Checkpointer, with safe writes: each checkpoint is complete or absent, and damaged ones are skipped.
 
-``Checkpointer`` says what is done on which rank, and in which order. What it builds on has files of its own: folders on
-disk (``files``), a checkpoint that is being written and the thread that writes it (``pending``), the hooks that save
-and load an object (``hooks``), copies of states (``snapshot``), loading them (``state``), and which checkpoint is the
-most important (``ranking``).
+``Checkpointer`` finds, loads and deletes checkpoints. All else has a file of its own:
+
+===============  =======================================================================
+``saver``        how a checkpoint is written, on which rank and in which order
+``pending``      a checkpoint that is being written, and the thread that writes it
+``files``        folders of checkpoints on disk
+``hooks``        the functions that save and load an object
+``snapshot``     copies of states, for writing them later
+``state``        loading them
+``ranking``      which checkpoint is the most important
+===============  =======================================================================
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from speechbrain.utils import checkpoints as stock
-from speechbrain.utils.checkpoints import PARAMFILE_EXT, Checkpoint, ckpt_recency
-from speechbrain.utils.distributed import MainProcessContext, get_rank, main_process_only
+from speechbrain.utils.checkpoints import Checkpoint, ckpt_recency
+from speechbrain.utils.distributed import get_rank
 from speechbrain.utils.epoch_loop import EpochCounter
 
-from sbkit.system import disk
 from sbkit.train.checkpoint import files, ranking
 from sbkit.train.checkpoint.files import CheckpointError
-from sbkit.train.checkpoint.hooks import TENSORS, Hook, loading_hook, saving_hook, unsaved_state
-from sbkit.train.checkpoint.pending import BackgroundWriter, PendingCheckpoint, plain
+from sbkit.train.checkpoint.hooks import Hook, loading_hook, unsaved_state
+from sbkit.train.checkpoint.pending import BackgroundWriter
 from sbkit.train.checkpoint.ranking import Importance
+from sbkit.train.checkpoint.saver import Contents, Destination, Save, Saver
 from sbkit.train.checkpoint.state import NotLoaded, load_recoverable
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
-KEEP = "keep"  # meta key of a checkpoint that save_and_keep_only never deletes
-VISIBLE_WITHIN = 30  # seconds until a network disk shows another node's folder
-PATIENCE = 3  # mid-epoch saves in a row that fail on a full disk, before this is an error
-_HELD = f"{stock.CKPT_PREFIX}+held"  # hidden folder of a checkpoint that is held
-_MAIN_ONLY = main_process_only(len).__code__  # identifies hooks that SpeechBrain runs on rank 0 only
+#: Meta key of a checkpoint that ``save_and_keep_only`` never deletes.
+KEEP = "keep"
+#: Seconds until a network disk shows another node's folder.
+VISIBLE_WITHIN = 30
+#: The folder of a checkpoint that is held is hidden, and is named after this one.
+_HELD_NAME = f"{stock.CKPT_PREFIX}+held"
 
 Predicate = Callable[[Checkpoint], bool]
 
@@ -73,25 +81,34 @@ class Checkpointer(stock.Checkpointer):
 
     @classmethod
     def adopt(cls, old: stock.Checkpointer | None, asynchronous: bool = False) -> Checkpointer | None:
-        """Turn SpeechBrain's checkpointer into one of this class in place, so that references to it stay valid."""
+        """Turn SpeechBrain's checkpointer into one of this class in place; return it.
+
+        A new object would not do: the recipe's hparams and the script have references to this one, and add recoverables
+        to it, or save with it.
+        """
         if old is None:
             return None
         if isinstance(old, cls):
             old.asynchronous = asynchronous
             return old
-        kind = type(old)
-        # a recipe's own subclass keeps its overrides, and its super() calls reach this class
-        old.__class__ = cls if kind is stock.Checkpointer else type(kind.__name__, (kind, cls), {})
+        old.__class__ = cls._safe_version_of(type(old))
         old._set_up(asynchronous)
         return old
 
+    @classmethod
+    def _safe_version_of(cls, kind: type[stock.Checkpointer]) -> type[Checkpointer]:
+        """Return the class that saves safely and does all else as ``kind``.
+
+        For SpeechBrain's own that is this one. A subclass in a recipe, ``class Mine(Checkpointer)``, keeps what it
+        overrides: it becomes ``class Mine(Mine, sbkit.Checkpointer)``, whose ``super()`` calls reach this class first.
+        """
+        if kind is stock.Checkpointer:
+            return cls
+        return type(kind.__name__, (kind, cls), {})
+
     def _set_up(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
-        # The rest is of rank 0, which alone writes; the background thread sets the two about the last save.
-        self.writer = BackgroundWriter()
-        self._saved: Checkpoint | None = None  # by the last save, unless the disk was full
-        self._failures = 0  # saves in a row that have failed on a full disk
-        self._held: PendingCheckpoint | None = None
+        self.saver = Saver()
         self._warnings_given: set[str] = set()
         if get_rank() in (None, 0):
             for name in files.sweep(self.checkpoints_dir):
@@ -105,7 +122,7 @@ class Checkpointer(stock.Checkpointer):
 
         If ``asynchronous``, the checkpoint is still being written; ``wait`` returns it once it exists.
         """
-        return _Save(self, dict(meta or {}), end_of_epoch, name, verbosity).run()
+        return self.saver.save(self._new_save(dict(meta or {}), end_of_epoch, name, verbosity))
 
     def save_and_keep_only(
         self, meta: Mapping[str, Any] | None = None, end_of_epoch: bool = True, name: str | None = None,
@@ -129,148 +146,70 @@ class Checkpointer(stock.Checkpointer):
                 meta[KEEP] = True
         importance_keys = [*importance_keys, *([ckpt_recency] if keep_recent else [])]
 
-        def tidy() -> None:
+        def delete_others() -> None:
             self._delete(num_to_keep, min_keys, max_keys, importance_keys, ckpt_predicate, verbosity, keep_key=KEEP)
 
-        _Save(self, meta, end_of_epoch, name, verbosity, tidy, keys=(*min_keys, *max_keys)).run()
+        save = self._new_save(meta, end_of_epoch, name, verbosity)
+        save.delete_others = delete_others
+        save.deciding_keys = (*min_keys, *max_keys)
+        self.saver.save(save)
 
     def hold(self, meta: Mapping[str, Any]) -> None:
         """Hold the present state for a mid-epoch checkpoint that ``publish`` may write later.
 
         Tensors are not copied, so nothing may change them until ``publish`` or ``drop``. A full disk is no error.
         """
-        self.drop()
-        is_complete = False
-        try:
-            with ranks.failing_together():
-                folder = ranks.run_on_main(self._begin_to_hold, meta)
-                is_complete = folder is not None and self._collect(folder, self._held, "numbers") is None
-        finally:
-            if not is_complete:
-                self.drop()
-
-    def _begin_to_hold(self, meta: Mapping[str, Any]) -> Path | None:
-        """Make the hidden folder on rank 0, and return it; None if the disk is full."""
-        pending = PendingCheckpoint(self.checkpoints_dir / _HELD, plain(meta), False, logging.DEBUG)
-        try:
-            pending.begin()
-        except OSError as error:
-            logger.debug("no checkpoint is held: %s", error)
-            return None
-        self._held = pending
-        return pending.folder
+        self.saver.hold(self._contents(), self.checkpoints_dir / _HELD_NAME, meta)
 
     def publish(self) -> Checkpoint | None:
         """Write and publish the held state, delete earlier ones, and return the checkpoint; None if nothing is held.
 
-        Only the main process holds anything. It writes in the background, which it outlives if another rank fails.
+        Only the main process holds anything.
         """
-        self.writer.wait()
-        pending = self._held
-        self._held = None
-        if pending is None:
-            return None
-        meta_of_held = pending.meta
-        pending.final = self._new_checkpoint_dirpath()
-        pending.meta = {**self._standard_meta(end_of_epoch=False), **meta_of_held}
 
-        def delete_earlier() -> None:
+        def delete_earlier(meta_of_held: Mapping[str, Any]) -> None:
             self._delete(1, (), (), [ckpt_recency], lambda ckpt: meta_of_held.keys() <= ckpt.meta.keys(), logging.DEBUG)
 
-        self.writer.start(lambda: self._finish(pending, delete_earlier))
-        self.writer.wait()
-        return self._saved
+        return self.saver.publish(functools.partial(self._destination, None), delete_earlier)
 
     def drop(self) -> None:
         """Discard the held state, if there is one."""
-        if self._held is not None:
-            self._held.discard()
-            self._held = None
+        self.saver.drop()
+
+    @property
+    def writer(self) -> BackgroundWriter:
+        """What writes in the background."""
+        return self.saver.writer
 
     def wait(self) -> Checkpoint | None:
         """Wait until nothing is being written; return the last checkpoint, or None if the disk was full.
 
         Raises an error that occurred in the background.
         """
+
         def last() -> Checkpoint | None:
             self.writer.wait()
-            return self._saved
+            return self.saver.last_saved
 
         return ranks.run_on_main(last)
 
-    def _standard_meta(self, end_of_epoch: bool) -> dict[str, Any]:
-        """Return the meta data of every checkpoint, with a time later than all others, even if the clock went back."""
-        latest = max((ckpt.meta["unixtime"] for ckpt in self._readable()), default=0.0)
-        return {"unixtime": max(time.time(), latest + 0.001), "end-of-epoch": end_of_epoch}
+    def _new_save(self, meta: Mapping[str, Any], end_of_epoch: bool, name: str | None, verbosity: int) -> Save:
+        return Save(self._contents(), functools.partial(self._destination_of_save, name), meta, end_of_epoch, verbosity,
+                    in_background=self.asynchronous)
 
-    def _collect(self, folder: Path, pending: PendingCheckpoint | None, copy: str | None) -> OSError | None:
-        """Collect states and run hooks that write files themselves; return the error of a full disk of any rank.
+    def _contents(self) -> Contents:
+        return Contents(self.recoverables, self.custom_save_hooks)
 
-        copy : see ``PendingCheckpoint.add``
+    def _destination_of_save(self, name: str | None) -> Destination:
+        """Return where to save; warn before that of what the recoverables leave out."""
+        for message in unsaved_state(self.recoverables):
+            self._warn_once(message)
+        return self._destination(name)
 
-        After such an error the other hooks still run, because other ranks may wait for this one inside them.
-        """
-        disk_error: OSError | None = None
-        for name, obj in self.recoverables.items():
-            path = folder / f"{name}{PARAMFILE_EXT}"
-            hook: Any = saving_hook(obj, self.custom_save_hooks.get(name))  # SpeechBrain's have different arguments
-            if pending is not None:
-                pending.names[name] = path.name
-            try:
-                if hook in TENSORS:
-                    if pending is not None:
-                        pending.add(name, obj.state_dict(), copy)
-                elif getattr(hook, "__code__", None) is not _MAIN_ONLY:
-                    hook(obj, path)
-                elif ranks.is_main():
-                    with MainProcessContext():  # without the wrapper's broadcast, in which others would hang
-                        hook.__wrapped__(obj, path)
-            except Exception as error:
-                cause = disk.disk_error(error)
-                if cause is None:
-                    if pending is not None:
-                        pending.discard()
-                    raise
-                disk_error = disk_error or OSError(cause.errno, cause.strerror)
-        return next(filter(None, ranks.gather_objects(disk_error)), None)
-
-    def _finish(self, pending: PendingCheckpoint, tidy: Callable[[], None] | None) -> bool:
-        """Write and publish on rank 0, then tidy up; return False after a failure that is only a warning."""
-        try:
-            pending.write()
-        except Exception as error:
-            self._handle_failure(pending, error)
-            return False
-        self._failures = 0
-        self._saved = pending.result
-        kind = "end-of-epoch" if pending.end_of_epoch else "intra-epoch"
-        logger.log(pending.verbosity, "Saved an %s checkpoint in %s", kind, pending.final)
-        if tidy is not None:
-            try:
-                tidy()
-            except OSError as error:
-                logger.warning("Could not delete an old checkpoint: %s", error)
-        return True
-
-    def _handle_failure(self, pending: PendingCheckpoint, error: Exception) -> None:
-        """Handle a failed save: warn, or raise if the checkpoint was important or too many failed."""
-        self._saved = None
-        needed = pending.size()
-        pending.discard()
-        disk_error = disk.disk_error(error)
-        if disk_error is None:
-            raise error
-        newest = next(iter(self._rank()), None)
-        earlier = f"the last good one, {newest.path}, is kept" if newest else "there is no earlier one"
-        failure = CheckpointError(disk.code_of(disk_error),
-                                  f"the checkpoint {disk.explain(disk_error, pending.final, needed)}; {earlier}",
-                                  hint="free space or raise the quota there, then run the same command to resume",
-                                  file=pending.final)
-        self._failures += 1
-        if pending.end_of_epoch or self._failures >= PATIENCE:
-            raise failure from error
-        logger.warning("%s. Training continues; after %d such failures in a row it ends (this is number %d).",
-                       failure.message, PATIENCE, self._failures)
+    def _destination(self, name: str | None) -> Destination:
+        earlier = self._readable()
+        path = self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)
+        return Destination(path, earlier)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warnings_given:
@@ -454,91 +393,3 @@ class Checkpointer(stock.Checkpointer):
                     file=path, key=name)
             elif not self.allow_partial_load:
                 logger.warning("%s has no state for %r, which keeps its initial state", path, name)
-
-
-class _Save:
-    """One save on all ranks, in named steps.
-
-    1. ``begin``, on rank 0: makes a hidden folder; without one, no rank saves;
-    2. ``Checkpointer._collect``, on all ranks: collects states, and runs hooks that write to that folder; if one of
-       them finds its disk full, rank 0 gives the folder up (``refuse``);
-    3. ``write``, on rank 0: writes the states and publishes the folder, now or in the background;
-    4. ``raise_key_error``, on all ranks: a key that no checkpoint has is an error only now. The epoch is saved, and
-       nothing was deleted by that key.
-
-    tidy : called on rank 0 after saving, to delete other checkpoints
-    keys : meta keys that ``tidy`` uses
-    """
-
-    def __init__(self, checkpointer: Checkpointer, meta: dict[str, Any], end_of_epoch: bool, name: str | None,
-                 verbosity: int, tidy: Callable[[], None] | None = None, keys: Sequence[str] = ()):
-        self.checkpointer = checkpointer
-        self.meta = meta
-        self.end_of_epoch = end_of_epoch
-        self.name = name
-        self.verbosity = verbosity
-        self.tidy = tidy
-        self.keys = keys
-        self.pending: PendingCheckpoint | None = None  # stays None on the other ranks
-        self.key_error: CheckpointError | None = None
-
-    def run(self) -> Checkpoint | None:
-        """Save; return the checkpoint on rank 0, and None elsewhere or after a warning."""
-        checkpointer = self.checkpointer
-        with ranks.failing_together():
-            folder, self.key_error = ranks.run_on_main(self.begin)
-            if folder is None:
-                return None
-            disk_error = checkpointer._collect(folder, self.pending, "all" if checkpointer.asynchronous else None)
-            if disk_error is not None:
-                ranks.run_on_main(self.refuse, disk_error)
-                return None
-            is_saved = self.write_now_or_later()
-            if self.key_error is not None:
-                self.raise_key_error(self.key_error)
-        return self.pending.result if self.pending is not None and is_saved else None
-
-    def begin(self) -> tuple[Path | None, CheckpointError | None]:
-        """Return the hidden folder, None if the disk is full, and the error for a key that no checkpoint has."""
-        checkpointer = self.checkpointer
-        checkpointer.writer.wait()
-        for message in unsaved_state(checkpointer.recoverables):
-            checkpointer._warn_once(message)
-        metas = [self.meta, *(earlier.meta for earlier in checkpointer._readable())]
-        key_error = checkpointer._unknown_key(self.keys, metas)
-        meta = {**checkpointer._standard_meta(self.end_of_epoch), **plain(self.meta)}
-        if self.name is None:
-            path = checkpointer._new_checkpoint_dirpath()
-        else:
-            path = checkpointer._custom_checkpoint_dirpath(self.name)
-
-        self.pending = PendingCheckpoint(path, meta, self.end_of_epoch, self.verbosity)
-        try:
-            self.pending.begin()
-        except OSError as error:
-            self.refuse(error)
-            return None, key_error
-        return self.pending.folder, key_error
-
-    def refuse(self, error: OSError) -> None:
-        """Give the folder up: a warning, or an error if this save was important."""
-        assert self.pending is not None, "this rank writes"
-        self.checkpointer._handle_failure(self.pending, error)
-
-    def write_now_or_later(self) -> bool:
-        """Have rank 0 write; return False if that has failed already, and it was only a warning."""
-        if not self.checkpointer.asynchronous:
-            return ranks.run_on_main(self.write)
-        if self.pending is not None:
-            self.checkpointer.writer.start(self.write)
-        return True
-
-    def write(self) -> bool:
-        """Write and publish, then delete others, unless the key that decides which is unknown."""
-        assert self.pending is not None, "this rank writes"
-        return self.checkpointer._finish(self.pending, None if self.key_error else self.tidy)
-
-    def raise_key_error(self, key_error: CheckpointError) -> None:
-        """Raise it once nothing is being written any more."""
-        ranks.run_on_main(self.checkpointer.writer.wait)
-        ranks.raise_on_main(key_error)

@@ -46,7 +46,7 @@ def _unknown(verb: str, obj: object) -> RuntimeError:
 
 
 def _load_attributes(obj: object, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
-    del end_of_epoch
+    del end_of_epoch  # SpeechBrain gives it to every load hook; attributes don't depend on it
     vars(obj).update(load_file(path))
 
 

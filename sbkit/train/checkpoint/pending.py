@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class PendingCheckpoint:
     meta: dict[str, Any]
     end_of_epoch: bool
     verbosity: int
+    earlier: Sequence[Checkpoint] = ()  # those that are there already
     folder: Path | None = None  # the hidden folder that is written to
     names: dict[str, str] = field(default_factory=dict)  # recoverable -> its file's name
     _lock: Lock | None = None

@@ -1,13 +1,14 @@
 """How the ranks of a run share a step: alone, each with the whole model (Replicated), or with a part of it (Sharded).
 
-Chosen once, when the modules are wrapped; a step asks no more which of them it is. Whatever the mode, a step sums its
-losses and counts over ranks after its last backward, by ``reduce``, so all ranks send the same in the same order.
+Chosen once, when the modules are wrapped; a step only knows that it has a ``Parallel``. Whichever it is, a step sums
+its losses and counts over ranks after its last backward, by ``reduce``, so all ranks send the same in the same order.
 A rank that has no batch left computes a dummy one, whose gradients are ``zeroed``.
 """
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,38 +27,53 @@ if TYPE_CHECKING:
 LossFunction = Callable[[Any], Any]  # from a micro-batch of the recipe's class to a ``loss.Computed``
 
 
-class Single:
-    """One process: nothing is exchanged.
+class Parallel(ABC):
+    """How the ranks of a run share a step.
+
+    What a way has nothing to do for needs no method in it: ``arm`` to ``accumulating`` are for exchanging gradients,
+    and do nothing unless ``Replicated`` does.
 
     loss_of : computes forward and loss of a training micro-batch
     """
 
     #: What backward has divided gradients by, before a step divides them by its count.
     divided_by = 1
-    #: Why steps can't be captured as CUDA graphs with this; None if they can.
-    not_captured: str | None = None
+    #: What sums gradients over ranks, if hooks on whole parameters do that.
     exchange: GradientExchange | None = None
+    #: The modules, if each rank has a part of their parameters.
     sharded: ShardedModules | None = None
 
     def __init__(self, loss_of: LossFunction):
         self.loss_of = loss_of
 
-    def arm(self, last: bool) -> None:
-        """Prepare for a backward; ``last``: whether it is the last of its step, whose gradients are exchanged."""
+    @property
+    @abstractmethod
+    def not_captured(self) -> str | None:
+        """Why steps can't be captured as CUDA graphs; None if they can."""
 
-    def finish(self) -> None:
-        """Exchange gradients of a step whose last backward wasn't known to be the last."""
-
+    @abstractmethod
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
         """Return sums over all ranks."""
-        return sums
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have all parameters on every rank inside this context."""
+        yield
+
+    # ------------------------------------------------------------ exchanging gradients
+
+    def arm(self, last: bool) -> None:  # noqa: B027 (nothing to do, unless gradients are exchanged)
+        """Prepare for a backward; ``last``: whether it is the last of its step, whose gradients are exchanged."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Exchange gradients of a step whose last backward wasn't known to be the last."""
 
     @property
     def disagrees(self) -> bool:
         """Whether this rank's last backward reached other parameters than the ranks have agreed on."""
         return False
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027
         """Agree anew in the next backward on what is exchanged, as other parameters train from now on."""
 
     def agree_each_time(self) -> bool:
@@ -65,17 +81,23 @@ class Single:
         return False
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Have all parameters on every rank inside this context."""
-        yield
-
-    @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Exchange no gradients of backwards inside this context."""
         yield
 
 
-class Replicated(Single):
+class Single(Parallel):
+    """One process, which has nobody to exchange anything with."""
+
+    @property
+    def not_captured(self) -> str | None:
+        return None
+
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums
+
+
+class Replicated(Parallel):
     """Each rank has the whole model, and hooks on its parameters sum gradients over ranks while backward computes."""
 
     def __init__(self, loss_of: LossFunction, exchange: GradientExchange):
@@ -83,9 +105,10 @@ class Replicated(Single):
         self.exchange: GradientExchange = exchange
 
     @property
-    def not_captured(self) -> str | None:  # type: ignore[override]  # here it may change
-        each_time = self.exchange.agree_each_time
-        return "ranks agree in each step on the parameters that have gradients" if each_time else None
+    def not_captured(self) -> str | None:
+        if self.exchange.agree_each_time:
+            return "ranks agree in each step on the parameters that have gradients"
+        return None
 
     def arm(self, last: bool) -> None:
         self.exchange.armed = last  # gradients of earlier micro-batches accumulate on this rank
@@ -120,15 +143,17 @@ class Replicated(Single):
             self.exchange.armed = was_armed
 
 
-class Sharded(Single):
+class Sharded(Parallel):
     """Each rank has a part of every parameter (FSDP2), which gathers weights and scatters gradients by itself."""
-
-    not_captured = "fsdp gathers weights in each step"
 
     def __init__(self, sharded: ShardedModules):
         super().__init__(sharded.loss_of)
         self.sharded: ShardedModules = sharded
         self.divided_by = ranks.world_size()  # its gradients are means over ranks
+
+    @property
+    def not_captured(self) -> str | None:
+        return "fsdp gathers weights in each step"
 
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
         ranks.sum_in_place(sums)

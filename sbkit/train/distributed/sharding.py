@@ -1,9 +1,8 @@
-"""Training of large models: recomputing activations in backward, and sharding parameters over ranks (FSDP2).
+"""Training of large models: parameters sharded over ranks (FSDP2), and checkpoints of them as of full parameters.
 
-Both are keys of a recipe:
+In a recipe:
 
-    activation_checkpointing: [ConformerEncoderLayer]   # class names, or paths such as model.1.encoder.layers.*
-    fsdp: True                                            # or such a list of layers, each gathered as one unit
+    fsdp: True      # or a list of layers, each gathered as one unit: class names, or paths such as model.1.layers.*
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 import torch
 from speechbrain.utils.checkpoints import hook_on_loading_state_dict_checkpoint
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from sbkit.nn.adapters import derived
 from sbkit.recipe.parts import LayerNames, layers_called, repeated_layers
 from sbkit.train.checkpoint.files import write_state
 from sbkit.train.checkpoint.state import load_file, load_optimizer
@@ -29,29 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
-
-
-# ------------------------------------------------------------ activations
-
-
-def checkpoint_activations(modules: nn.Module, wanted: LayerNames) -> None:
-    """Let modules keep only their inputs in training, and run their forward again in backward.
-
-    Modules are changed in place, so all references to them stay valid.
-    """
-    for module in layers_called(modules, wanted, "activation_checkpointing"):
-        if not isinstance(module, _Recomputed):
-            module.__class__ = derived(_Recomputed, type(module))  # type: ignore[arg-type]  # mypy asks objects' __hash__
-
-
-class _Recomputed(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> object:
-        if not (self.training and torch.is_grad_enabled()):
-            return super().forward(*args, **kwargs)
-        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
-
-
-# ------------------------------------------------------------ parameters
 
 
 class ShardedModules(nn.Module):
@@ -71,7 +45,8 @@ class ShardedModules(nn.Module):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # here, because it imports much that few runs need
 
-        self.owned, self.compute = modules, compute
+        self.owned = modules
+        self.compute = compute
         self.computed: Any = None  # what ``compute`` returned last
         mesh = init_device_mesh(device.type, (ranks.world_size(),))
         units = repeated_layers(self) if wanted is True else layers_called(modules, wanted, "fsdp")
@@ -132,7 +107,7 @@ def save_full(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[st
 
 def load_full(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str], end_of_epoch: bool = True) -> None:
     """Load a full state dict into a sharded object; all ranks must call it."""
-    del end_of_epoch
+    del end_of_epoch  # SpeechBrain gives it to every load hook; tensors don't depend on it
     state = load_file(path)
     if isinstance(obj, nn.Module):
         load_full_state(obj, hook_on_loading_state_dict_checkpoint(state))

@@ -189,41 +189,62 @@ class UpdateCapture:
 
         Returns whether it was compared: if a rank has no graph, or no memory for the comparison, none compares.
         """
+        tensors = None if graph is None else self._tensors_to_compare()
+        if ranks.any_of({"unable": tensors is None})["unable"] or graph is None or tensors is None:
+            return False
+        self._compare(graph, tensors)
+        return True
+
+    def _tensors_to_compare(self) -> _UpdatedTensors | None:
+        """Return the tensors that an update changes, and room for two copies; None if there is no memory for these."""
         weights = [weight for optimizer in self.optimizers for group in optimizer.param_groups
                    for weight in group["params"]]
-        written = [*weights, *self.places.tensors, *self.eager.tensors_changed_with_weights(self.optimizers)]
-        before: list[Tensor] = []
-        expected: list[Tensor] = []
+        changed = [*weights, *self.places.tensors, *self.eager.tensors_changed_with_weights(self.optimizers)]
         try:
-            if graph is not None:
-                before = [tensor.detach().clone() for tensor in written]
-                expected = [torch.empty_like(weight) for weight in weights]
+            before = [tensor.detach().clone() for tensor in changed]
+            weights_by_python = [torch.empty_like(weight) for weight in weights]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        if ranks.any_of({"unable": not expected})["unable"] or graph is None:
-            return False
-        counters = [(state, dict(state)) for optimizer in self.optimizers for state in optimizer.state.values()]
+            return None
+        return _UpdatedTensors(weights, changed, before, weights_by_python)
+
+    def _compare(self, graph: UpdateGraph, tensors: _UpdatedTensors) -> None:
+        """Raise ``NotRepeatable`` if the graph changes weights otherwise than Python does."""
+        weights, changed, before, weights_by_python = tensors
+        # What the host counts, such as Muon's turns, is in dictionaries.
+        states = [(state, dict(state)) for optimizer in self.optimizers for state in optimizer.state.values()]
 
         def put_back() -> None:
-            torch._foreach_copy_(written, before)
-            for state, held in counters:  # what the host counts, such as Muon's turns
+            torch._foreach_copy_(changed, before)
+            for state, state_before in states:
                 state.clear()
-                state.update(held)
+                state.update(state_before)
 
         try:
             self.eager.apply_gradients(self.optimizers, self.sums.clone(), self.rates)
-            torch._foreach_copy_(expected, weights)
+            torch._foreach_copy_(weights_by_python, weights)
             put_back()
             graph.graph.replay()
-            changes = torch._foreach_norm(torch._foreach_sub(expected, before[:len(weights)]))
-            distances = torch._foreach_norm(torch._foreach_sub(expected, weights))
+            changes = torch._foreach_norm(torch._foreach_sub(weights_by_python, before[:len(weights)]))
+            distances = torch._foreach_norm(torch._foreach_sub(weights_by_python, weights))
         finally:  # also without memory for the differences: this update is still to be taken, once
             put_back()
         norms = Peek(torch.stack([norm.float() for norm in (*changes, *distances)]))
         change, distance = np.split(norms.numpy(), 2)
         check_update(change, distance, [weight.shape for weight in weights])
-        return True
+
+
+class _UpdatedTensors(NamedTuple):
+    """What comparing two updates needs."""
+
+    weights: list[Tensor]
+    changed: list[Tensor]
+    """The weights, and all else that an update changes."""
+    before: list[Tensor]
+    """Copies of ``changed``, to put them back."""
+    weights_by_python: list[Tensor]
+    """Room for the weights after Python's update."""
 
 
 def _copied(batch: MicroBatch, device: torch.device) -> MicroBatch:

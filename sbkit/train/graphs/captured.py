@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from sbkit.train.graphs.gradients import GradientPlaces
 from sbkit.train.graphs.graph import MicroStepGraph, UpdateGraph, tensors_of
 from sbkit.train.graphs.recorder import Recorder
 from sbkit.train.graphs.repeatable import reason_of, refusal, root_of, update_key, update_needs_python
-from sbkit.train.graphs.variants import Phase, Stage, Variant
+from sbkit.train.graphs.variants import Outcome, Phase, Stage, Variant
 from sbkit.train.memory.oom import is_out_of_memory, release
 from sbkit.train.runner import Eager, MicroStep, Rates
 
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 #: The most graphs of micro-steps: each takes some MiB on the device besides the memory that all of them share.
 MAX_GRAPHS = 128
+#: What is captured, as the recorder and messages call it.
+MICRO_STEP = "micro-step"
+UPDATE = "update"
 
 
 class Captured:
@@ -107,7 +110,7 @@ class Captured:
                 return None
             variant: Variant[MicroStepGraph] = Variant()
             self.micro_step_variants[key] = variant
-            self._try("micro-step", variant, lambda: MicroStepCapture(
+            self._try(MICRO_STEP, variant, lambda: MicroStepCapture(
                 self.eager, self.recorder, self.places, variant, batch, exchanges).run())
         return self.micro_step_variants[key].graph
 
@@ -148,7 +151,7 @@ class Captured:
             compares = self._all_ranks_can(can_capture)
             if can_capture:
                 self.places.attach()
-                self._try("update", variant, lambda: UpdateCapture(
+                self._try(UPDATE, variant, lambda: UpdateCapture(
                     self.eager, self.recorder, self.places, variant, optimizers, sums, rates).run(compares))
             else:
                 variant.refuse("this rank captures nothing")
@@ -166,44 +169,43 @@ class Captured:
     # ------------------------------------------------------------ failures
 
     def _try(self, kind: str, variant: Variant[Any], capture: Callable[[], None]) -> None:
-        """Capture; if that fails, log why and let Python compute what has this variant, or all that follows."""
-        first = kind not in self.nodes
-        failure = _failure_of(capture)
-        if failure is not None and failure.out_of_memory:
+        """Capture, and do what the outcome asks for: Python computes what has this variant, or all that follows."""
+        is_first_of_kind = kind not in self.nodes
+        outcome, reason = _attempt(variant, capture)
+        if outcome is Outcome.NO_MEMORY:
             self._stop(f"{self.device} has too little memory for them; a smaller max_batch_seconds leaves more")
-            return
-        if failure is not None and kind == "update":
-            variant.refuse(failure.reason)
-            logger.info("Updates are not captured as a CUDA graph: %s", failure.reason)
-            return
-        if failure is not None:
-            self._stop(failure.reason)
-            return
+        elif outcome is Outcome.NOT_REPEATABLE and kind == MICRO_STEP:
+            self._stop(reason)
+        elif outcome is Outcome.NOT_REPEATABLE:
+            variant.refuse(reason)
+        self._log(kind, outcome, reason, is_first_of_kind)
 
-        if variant.stage is Stage.CAPTURED and kind not in self._named_unverified and ranks.is_main():
+    def _log(self, kind: str, outcome: Outcome, reason: str, is_first_of_kind: bool) -> None:
+        """Log the outcome of a capture; if no others follow, ``_stop`` has done so."""
+        if outcome is Outcome.NOT_REPEATABLE and kind == UPDATE:
+            logger.info("Updates are not captured as a CUDA graph: %s", reason)
+        if outcome not in (Outcome.VERIFIED, Outcome.NOT_COMPARED) or not ranks.is_main():
+            return
+        if outcome is Outcome.NOT_COMPARED and kind not in self._named_unverified:
             self._named_unverified.add(kind)
             logger.info("A captured %s is replayed without a comparison with what Python computes: a rank has no "
                         "memory for that, or captures nothing", kind)
-        if first and ranks.is_main():
+        if is_first_of_kind:
             logger.info("The %s is captured as a CUDA graph of %d nodes (--graphs false leaves it out)", kind,
                         self.nodes[kind])
 
 
-class _Failure(NamedTuple):
-    """Why a capture failed."""
+def _attempt(variant: Variant[Any], capture: Callable[[], None]) -> tuple[Outcome, str]:
+    """Capture; return how that ended, and if it isn't repeatable, why.
 
-    reason: str
-    out_of_memory: bool
-
-
-def _failure_of(capture: Callable[[], None]) -> _Failure | None:
-    """Capture, and return why that failed.
-
-    The error isn't kept, since its frames hold the tensors of the step: Python computes the same step next, and it may
-    need their memory.
+    The error isn't kept, not even in a variable, since its frames hold the tensors of the step: Python computes the
+    same step next, and it may need their memory.
     """
     try:
         capture()
     except Exception as error:  # of a recipe's own code, which can't do here what it does in a step
-        return _Failure(reason_of(root_of(error)), is_out_of_memory(root_of(error)))
-    return None
+        if is_out_of_memory(root_of(error)):
+            return Outcome.NO_MEMORY, ""
+        return Outcome.NOT_REPEATABLE, reason_of(root_of(error))
+    is_verified = variant.stage is Stage.VERIFIED
+    return Outcome.VERIFIED if is_verified else Outcome.NOT_COMPARED, ""

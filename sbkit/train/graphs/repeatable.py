@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from sbkit.errors import first_line
 from sbkit.train import rng
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.parallel import Single, communicates_in_forward
+from sbkit.train.distributed.parallel import Parallel, communicates_in_forward
 from sbkit.train.hooks import Hooks
 from sbkit.train.runner import Rates
 
@@ -31,7 +31,7 @@ class NotRepeatable(Exception):
     """Says why replays of a step would not compute what the step does."""
 
 
-def refusal(hooks: Hooks, parallel: Single) -> str | None:
+def refusal(hooks: Hooks, parallel: Parallel) -> str | None:
     """Return why a run's steps are not captured, the same on all ranks; None if they are."""
     reason = parallel.not_captured or hooks.capture_refusal()
     if reason is None and ranks.world_size() > 1 and any(map(communicates_in_forward, hooks.modules.modules())):

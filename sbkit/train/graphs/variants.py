@@ -35,6 +35,19 @@ class Stage(enum.Enum):
     """Python computes it."""
 
 
+class Outcome(enum.Enum):
+    """How the capture of a variant has ended."""
+
+    VERIFIED = enum.auto()
+    """A first replay has computed what Python does."""
+    NOT_COMPARED = enum.auto()
+    """It is captured, but a rank has no memory to compare a first replay, or captures nothing."""
+    NO_MEMORY = enum.auto()
+    """There is no memory for it, nor for any other."""
+    NOT_REPEATABLE = enum.auto()
+    """It can't be captured, or a first replay has computed something else."""
+
+
 @dataclass
 class Variant(Generic[GraphT]):
     """All micro-steps, or all updates, that launch the same kernels with the same numbers."""

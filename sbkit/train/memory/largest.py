@@ -10,7 +10,7 @@ from sbkit.data.batch import Batch
 from sbkit.errors import SbkitError
 from sbkit.train.batches import MicroBatch, rows
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.parallel import Single
+from sbkit.train.distributed.parallel import Parallel
 from sbkit.train.hooks import Hooks
 from sbkit.train.memory.oom import is_out_of_memory, release
 
@@ -53,7 +53,7 @@ def _fits_everywhere(batch: MicroBatch, fits: Callable[[MicroBatch], bool], prob
     return not ranks.any_of({"failed": not fits_here})["failed"]
 
 
-def fits_into_memory(batch: MicroBatch, hooks: Hooks, parallel: Single, device: torch.device) -> bool:
+def fits_into_memory(batch: MicroBatch, hooks: Hooks, parallel: Parallel, device: torch.device) -> bool:
     """Return whether forward and backward of a micro-batch fit into memory, beside the optimizer's states.
 
     Nothing that training depends on is changed.

@@ -140,7 +140,7 @@ def test_the_same_generator_masks_the_same_spans(folders):
 
 
 def test_activations_may_be_computed_again(folders):
-    from sbkit.train.distributed.sharding import checkpoint_activations
+    from sbkit.train.recomputing import checkpoint_activations
 
     signals, counts = waves([8_000, 5_000])
     gradients = []

@@ -16,6 +16,7 @@ from refusals import refused
 from toys import ToyBrain, ToyTrainLoader, brain
 
 from sbkit.train.checkpoint import Checkpointer, files
+from sbkit.train.checkpoint.state import load_file
 
 
 class Gate:
@@ -132,6 +133,7 @@ def test_an_error_of_the_background_is_raised_by_the_next_call_once(tmp_path, mo
 ENDS = """
 import os, time, torch
 from sbkit.train.checkpoint import Checkpointer, files
+from sbkit.train.checkpoint.state import load_file
 for folder, meanwhile, end in {cases}:
     if os.fork() == 0:  # saves and ends as a script of its own does
         break
@@ -343,3 +345,79 @@ def test_a_run_without_memory_for_its_checkpoint_says_so_in_one_line(tmp_path, m
     with refused("out-of-memory") as error:
         toy.fit(range(1, 3), ToyTrainLoader())
     assert "\n" not in str(error.value) and shown(tmp_path) == [] and toy.optimizer_step <= 3
+
+
+# ------------------------------------------------------------------ held until it is needed
+
+
+HELD = {"held": True}
+
+
+def refuse(obj, path):
+    path.write_text("the first half")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fail(obj, path):
+    raise ValueError("a mistake in a hook")
+
+
+def test_a_held_state_is_published_with_the_numbers_of_when_it_was_held(tmp_path, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ckpt = Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}, asynchronous=True)
+    ckpt.hold(HELD)
+    assert ckpt.list_checkpoints() == []
+    optimizer.param_groups[0]["lr"] = 9.0
+    published = ckpt.publish()
+    assert load_file(published.paramfiles["optimizer"])["param_groups"][0]["lr"] == 0.5
+    assert torch.equal(load_file(published.paramfiles["model"])["weight"], model.weight)
+    assert published.meta["held"] is True and published.meta["end-of-epoch"] is False
+    assert shown(tmp_path) == [published.path.name] and ckpt.wait().path == published.path
+    assert ckpt.publish() is None, "it is published once"
+
+
+def test_publishing_deletes_what_was_published_before_and_nothing_else(tmp_path, model):
+    ckpt = checkpointer(tmp_path, model)
+    ckpt.hold(HELD)
+    ckpt.publish()
+    of_epoch = ckpt.save_checkpoint()
+    ckpt.hold(HELD)
+    published = ckpt.publish()
+    assert sorted(shown(tmp_path)) == sorted([of_epoch.path.name, published.path.name])
+
+
+def test_what_is_dropped_or_held_anew_leaves_nothing(tmp_path, model):
+    ckpt = checkpointer(tmp_path, model)
+    ckpt.hold(HELD)
+    assert len(shown(tmp_path)) == 1
+    ckpt.hold(HELD)
+    assert len(shown(tmp_path)) == 1
+    ckpt.drop()
+    assert shown(tmp_path) == [] and ckpt.publish() is None
+
+
+def test_on_a_full_disk_nothing_is_held_and_training_goes_on(tmp_path, model, monkeypatch):
+    ckpt = checkpointer(tmp_path, model)
+    ckpt.custom_save_hooks["model"] = refuse
+    ckpt.hold(HELD)
+    assert shown(tmp_path) == [] and ckpt.publish() is None
+    Full(monkeypatch, "create_hidden")
+    ckpt.hold(HELD)
+    assert shown(tmp_path) == [] and ckpt.publish() is None
+
+
+def test_a_hook_that_fails_is_an_error_and_leaves_nothing(tmp_path, model):
+    ckpt = checkpointer(tmp_path, model)
+    ckpt.custom_save_hooks["model"] = fail
+    for save in (lambda: ckpt.hold(HELD), ckpt.save_checkpoint):
+        with pytest.raises(ValueError, match="a mistake in a hook"):
+            save()
+        assert shown(tmp_path) == []
+
+
+def test_a_held_state_that_does_not_fit_on_the_disk_is_a_warning(tmp_path, model, monkeypatch, caplog):
+    ckpt = checkpointer(tmp_path, model)
+    ckpt.hold(HELD)
+    Full(monkeypatch)
+    assert ckpt.publish() is None
+    assert "Training continues" in caplog.text and shown(tmp_path) == []

@@ -112,7 +112,7 @@ def test_a_hook_that_fails_on_one_rank_ends_all(tmp_path, where):
 
 def full(folder, where, asynchronous, end_of_epoch):
     logged = []
-    logging.getLogger("sbkit.train.checkpoint.checkpointer").addHandler(handler := logging.Handler())
+    logging.getLogger("sbkit.train.checkpoint").addHandler(handler := logging.Handler())
     handler.emit = lambda record: logged.append(record.getMessage())
 
     def refuse(*args):

@@ -17,6 +17,7 @@ from sbkit.tasks.task import Task
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint_average import averaged_state
 from sbkit.train.distributed import ranks, sharding
+from sbkit.train.recomputing import checkpoint_activations
 
 
 class Layer(torch.nn.Module):
@@ -160,7 +161,7 @@ def assert_the_mean_was_tested(tested, mean, evaluated):
 @pytest.mark.parametrize("wanted", [["Layer"], [Layer], ["layers.*"], "Layer"])
 def test_recomputed_activations_change_no_gradient(wanted):
     plain, again = modules()[0], modules()[0]
-    sharding.checkpoint_activations(again, wanted)
+    checkpoint_activations(again, wanted)
     calls = []
     again.layers[0].lin.register_forward_hook(lambda *a: calls.append(1))
     x = torch.randn(3, SIZE)
@@ -176,16 +177,16 @@ def test_recomputed_activations_change_no_gradient(wanted):
     assert isinstance(again.layers[0], Layer) and again.state_dict().keys() == plain.state_dict().keys()
     twin = copy.deepcopy(again)
     assert twin.layers[0].lin.weight is not again.layers[0].lin.weight
-    sharding.checkpoint_activations(again, wanted)  # a second fit
+    checkpoint_activations(again, wanted)  # a second fit
     assert type(again.layers[0]).__mro__.count(Layer) == 1
 
 
 def test_a_name_that_fits_nothing_is_an_error_that_lists_the_layers_that_repeat():
     with pytest.raises(SbkitError, match=r"activation_checkpointing.*'EncoderLayer'.*repeated layers: Layer"):
-        sharding.checkpoint_activations(modules(), ["EncoderLayer"])
+        checkpoint_activations(modules(), ["EncoderLayer"])
     for wrong, meant in (("Layers", "Layer"), ("0.layer.0", "0.layers.0")):
         with pytest.raises(SbkitError, match=f"did you mean {meant}[?]"):
-            sharding.checkpoint_activations(modules(), [wrong])
+            checkpoint_activations(modules(), [wrong])
 
 
 @pytest.mark.parametrize("options", [{"fsdp": True}, {"activation_checkpointing": ["Layer"]}], ids=str)
