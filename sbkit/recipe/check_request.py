@@ -38,7 +38,7 @@ class CheckRequest:
         try:
             return torch.device(name or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         except RuntimeError as error:
-            raise SbkitError("no-such-device", f"--device: torch has no device {name!r}", key="device", value=name,
+            raise SbkitError("device-unavailable", f"--device: torch has no device {name!r}", key="device", value=name,
                              hint="write cpu, cuda or cuda:1") from error
 
     def precision(self, hparams: Mapping[str, Any]) -> str:

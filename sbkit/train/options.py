@@ -69,8 +69,8 @@ def _with_numbers(opts: RunOptions) -> RunOptions:
 def _refuse_data_parallel(opts: RunOptions, values: dict[str, Any] | None) -> None:
     """Refuse torch's DataParallel on a machine without a GPU, as SpeechBrain's Brain does."""
     if pick(opts, values, "data_parallel_backend") and torch.cuda.device_count() == 0:
-        raise SbkitError("device-unavailable", f"data_parallel_backend is {NO_DATA_PARALLEL[0]}", hint=NO_DATA_PARALLEL[1],
-                         key="data_parallel_backend")
+        raise SbkitError("device-unavailable", f"data_parallel_backend is {NO_DATA_PARALLEL[0]}",
+                         hint=NO_DATA_PARALLEL[1], key="data_parallel_backend")
 
 
 def _with_precisions(opts: RunOptions, values: dict[str, Any] | None, device: torch.device,

@@ -34,7 +34,8 @@ def test_the_cpu_is_always_there(form):
 
 @pytest.mark.skipif("torch.cuda.is_available()", reason="needs a machine without a GPU")
 @pytest.mark.parametrize("form, code", [
-    ("cuda", "device-unavailable"), ("cuda:10", "device-unavailable"), ("xpu:1", "device-unavailable"), ("meta", "bad-value"),
+    ("cuda", "device-unavailable"), ("cuda:10", "device-unavailable"), ("xpu:1", "device-unavailable"),
+    ("meta", "bad-value"),
     (torch.device("cuda:0"), "device-unavailable")])
 def test_a_device_that_is_not_there_is_one_error_that_says_what_to_do(form, code):
     with refused(code, key="device", wording=False) as error:  # it names torch's version and build

@@ -79,7 +79,8 @@ def find(spec: Spec, out: Path) -> Corpus | None:
     except FileNotFoundError:
         return None
     if spec.folder not in (None, found.source):
-        raise SbkitError("bench", f"{path.parent} was made from {found.source}, not {spec.folder}", hint="choose another --out")
+        raise SbkitError("bench", f"{path.parent} was made from {found.source}, not {spec.folder}",
+                             hint="choose another --out")
     return found
 
 

@@ -222,4 +222,5 @@ def make_nemo(folder: Path) -> None:
                     [folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", NEMO]):
         code = subprocess.run([str(word) for word in command], check=False).returncode
         if code:
-            raise SbkitError("bench", f"NeMo's environment was not made: {' '.join(map(str, command))} ended with code {code}")
+            raise SbkitError("bench", f"NeMo's environment was not made: {' '.join(map(str, command))} ended with "
+                             f"code {code}")
