@@ -107,13 +107,13 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     ("train hparams/ctc.yaml --train_csv a.csv", "{train: FILE, dev: FILE, test: FILE}"),
     ("train hparams/ctc.yaml --local_rank 0", "; torchrun starts a process per device: torchrun --nproc_per_node=N "
                                               "train.py RECIPE ..."),
-    ("check hparams/ctc.yaml --noprogressbar=True", "--noprogressbar: it is a switch: write it without 'True'; --help "
-                                                    "says more"),
+    ("check hparams/ctc.yaml --noprogressbar=True", "--noprogressbar: it is a switch, which takes no value; write it "
+                                                    "without 'True'; --help says more"),
     ("check hparams/ctc.yaml --noprogressbar 1", "cannot read the argument '1'; overrides are written --key "
                                                     "value, and switches such as --debug without one"),
     ("check hparams/ctc.yaml --max_grad_norm abc", "write a number, such as 0.5, not 'abc'; --help says more"),
     ("train train.py hparams/ctc.yaml", "train.py is a script, not a recipe; name the recipe first, as sbkit train "
-                                        "RECIPE.yaml; a script of your own is started by python"),
+                                        "RECIPE.yaml; start a script with python"),
     ("clean hparams/ctc.yaml --fold 3", "has no key fold; did you mean --folds?"),
     ("check hparams/ctc.yaml --price 2,5", "'2,5' is not the price of a device per hour, such as 2.5; see sbkit check "
                                            "--help"),
@@ -213,7 +213,7 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
         "evaluate . --data_folder nowhere": "nowhere: no such file or folder",
         "evaluate . --data_folder nowhere.csv": "nowhere.csv: no such file",
         "rerun nowhere": "nowhere does not exist", "report nowhere": "nowhere does not exist",
-        "transcribe nowhere a.wav": "a.wav: no such file",
+        "transcribe nowhere a.wav": "a.wav: there is no such file",
         "transcribe . {root}/README.md --lm nowhere": "nowhere: there is no such language model",
         "label . {root}/README.md --to x --calibrate y --lm nowhere": "nowhere: there is no such language model",
         "serve . --lm nowhere": "nowhere: there is no such language model",
@@ -407,7 +407,7 @@ def test_what_builds_nothing_is_no_recipe_of_a_folder(tmp_path):
     assert error.value.hint == f"name one of its recipes: {tmp_path / 'mine.yaml'}"
 
 
-@pytest.mark.parametrize("value, problem", [("0", "can't average 0 checkpoints"), ("soon", "is no average")])
+@pytest.mark.parametrize("value, problem", [("0", "can't average 0 checkpoints"), ("soon", "does not name an average")])
 def test_a_wrong_average_is_named_with_its_option(value, problem, capsys):
     assert main(["evaluate", "run", "--average", value]) == 2
     told = capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 import test_source
 
 from sbkit import cli
+from sbkit.explanations import all_explanations
 from sbkit.recipe import arguments, load
 from sbkit.recipe.check import check
 from sbkit.rehearsal.cards import parse_cards
@@ -100,10 +101,12 @@ def test_a_command_is_understood(words, monkeypatch):
         at = given.index("--memory")
         assert float(given[at + 1]) > 0 and words[1] == "tune"
         del given[at:at + 2]
-    for option in {"--as", "--html", "--folds", "--price"} & {*given}:
+    for option in {"--as", "--html", "--folds", "--ignore", "--price"} & {*given}:
         at = given.index(option)
         if option == "--folds":
             assert words[1] == "clean" and int(given[at + 1]) > 1
+        elif option == "--ignore":
+            assert words[1] == "check" and set(given[at + 1].split(",")) <= all_explanations().keys()
         elif option == "--price":
             assert words[1] == "check" and float(given[at + 1]) >= 0
         else:

@@ -72,8 +72,8 @@ class Stopped(SbkitError, SystemExit):
     def code(self) -> int:
         return self.exit_code
 
-    @code.setter
-    def code(self, code: str) -> None:  # type: ignore[override]
+    @code.setter  # type: ignore[override]
+    def code(self, code: str) -> None:
         assert code == _STOPPED
 
     @property
