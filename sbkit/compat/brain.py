@@ -33,6 +33,7 @@ from sbkit.nn.fast.norm import flatten_norms
 from sbkit.nn.tf32 import allow_tf32
 from sbkit.recipe.parts import ParameterGroups, trained_parts
 from sbkit.recipe.speed import Utilisation
+from sbkit.system import disk
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import limit_torch_threads
 from sbkit.train import compiling, options, precision, rate_factors, rng, script_start
@@ -372,8 +373,8 @@ class Brain(sb.core.Brain):
                                self.checkpointer.checkpoints_dir)
             return
         outlast_terminal()
-        self._record_script()
         with ranks.failing_together(), oom_as_user_error(self.device), plain_worker_errors(), self.trainer.fitting():
+            self._record_script()
             train_set = loaders.resolve_loader(self, train_set, Stage.TRAIN, train_loader_kwargs or {})
             valid_set = loaders.resolve_loader(self, valid_set, Stage.VALID,
                                                {"ckpt_prefix": None, **(valid_loader_kwargs or {})})
@@ -401,8 +402,12 @@ class Brain(sb.core.Brain):
             return
         record = ScriptRecord.of_this_process()
         folder = self.run_folder
-        if record is not None and folder is not None:
+        if record is None or folder is None:
+            return
+        try:
             record.write(folder)
+        except OSError as error:
+            logger.warning("%s. sbkit export can't run this script again", disk.explain(error, folder))
 
     @property
     def run_folder(self) -> Path | None:

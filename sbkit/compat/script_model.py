@@ -198,7 +198,7 @@ def _find_output(short: Traced, long: Traced, tokenizers: Mapping[str, Tokenizer
 def _no_output(outputs: Mapping[Place, Tensor], framewise: Mapping[Place, Tensor], described: str, sizes: str
                ) -> SbkitError:
     """Say why no output is a CTC recogniser's."""
-    what = f"compute_forward returns {described}; the tokenizers are {sizes} entries"
+    what = f"compute_forward returns {described}; there is the tokenizer {sizes} entries"
     if any(tensor.ndim == 4 for tensor in outputs.values()):
         return SbkitError("script-not-ctc", f"{what}: an output [B, T, U, V] is a transducer's, which can't be "
                           "exported from a script yet", hint="a task of sbkit's can: hparams/transducer.yaml")
@@ -208,7 +208,8 @@ def _no_output(outputs: Mapping[Place, Tensor], framewise: Mapping[Place, Tensor
     return SbkitError("script-not-ctc", f"{what}: none grows with the audio and has an entry for each token, as "
                       "CTC's log-probabilities [B, T, V] do. Attention decoders alone, classifiers, embeddings and "
                       "enhancement can't be exported from a script yet",
-                      hint="a recogniser with CTC beside a decoder returns its log-probabilities at Stage.TEST")
+                      hint="a recogniser with CTC beside a decoder returns its log-probabilities at Stage.TEST or, "
+                           f"if it does so in validations alone, {_lines(stage='valid')}")
 
 
 def _named(place: Place) -> str:

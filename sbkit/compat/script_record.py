@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ class ScriptRecord:
         if file is None or not os.path.isfile(file):
             return None
         script = os.path.abspath(file)
-        if Path(script).is_relative_to(sys.prefix):
+        installed = [sysconfig.get_path(name) for name in ("scripts", "purelib", "platlib", "stdlib")]
+        if any(Path(script).is_relative_to(folder) for folder in installed):
             return None
         spec = getattr(main, "__spec__", None)
         return cls(script, None if spec is None else spec.name, sys.argv[1:], os.getcwd())

@@ -124,6 +124,8 @@ def test_a_recogniser_of_pieces_is_exported_and_scored(home):
     assert len(check_bundle(home, run, home / "bundle")) > 3, "it says something"
 
     said = here("evaluate", run)
+    after = {path: content for path, content in files_of(run).items() if path.parts[0] != "evaluations"}
+    assert after == before, "an evaluation writes its results, and nothing else"
     result = json.loads((run / "evaluations/test-best/result.json").read_text())
     assert result["references"] == "the column wrd" and "references: the column wrd" in said
     assert result["utterances"] == 6 and (run / "evaluations/test-best/report.html").is_file()
@@ -240,6 +242,10 @@ def test_a_script_exports_what_it_has_trained(home):
     (lambda home, run: edit(home / "train.py", "return p_ctc, wav_lens, p_tokens", "return x.mean(1), wav_lens, None"),
      "script-not-ctc"),
     (lambda home, run: edit(home / "train.py", "return p_ctc, wav_lens", "return logits, wav_lens"), "script-output"),
+    (lambda home, run: edit(home / "train.py", "return p_ctc, wav_lens", "return p_ctc[:, :, None].expand(-1, -1, 3, "
+                            "-1), wav_lens"), "script-not-ctc"),
+    (lambda home, run: edit(home / "train.yaml", "sample_rate: 16000", "sample_rate: 8000", "sample_rate: !ref "
+                            "<sample_rate>", "sample_rate: 16000"), "script-sample-rate"),
     (lambda home, run: edit(home / "train.yaml", "blank_index: 0", "blank_index: 3", "blank_index: !ref <blank_index>",
                             "blank_index: 0"), "script-blank"),
     (lambda home, run: edit(home / "train.yaml", "seed: 1", "seed: 1\nsbkit_export: {outputs: 0}"),
