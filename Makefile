@@ -64,9 +64,9 @@ test: TESTS = not long
 test-fast: TESTS = not slow and not long
 test-long: TESTS = long
 
-# In one process, which knows what all tests of a file have said.
 messages: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --rewrite-messages -m 'not long'
+	rm -rf tests/messages
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(TESTERS) --rewrite-messages -m 'not long'
 
 tried: $(STAMP)
 	rm -f tried.jsonl

@@ -97,10 +97,6 @@ def pytest_collection_finish(session):
 
 
 def pytest_sessionfinish(session):
-    if session.config.getoption("--rewrite-messages"):
-        import refusals
-
-        refusals.write()
     if session.config.getoption("workers"):  # else pytest, and then Python, search all that was collected
         gc.freeze()
 

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import fcntl
 import os
 import re
 from pathlib import Path
@@ -21,11 +22,11 @@ _VARIES = [(re.compile(r"(?:/[^\s'\":;,]*)?/pytest-of-[^/\s]+/pytest-\d+/(?:pope
            (re.compile(r"(127\.0\.0\.1|localhost):\d+"), r"\1:PORT")]
 
 _rewriting = False
-_told = {}  # the messages of the tests that ran, by the file of messages and the test
+_rewritten = set()  # the tests whose messages this process has written anew
 
 
 def rewrite():
-    """From now on keep what is said, for :func:`write`, instead of comparing it."""
+    """From now on write down what is said, instead of comparing it."""
     global _rewriting
     _rewriting = True
 
@@ -52,9 +53,7 @@ def check_wording(message):
     path, test = _test_that_runs()
     message = normalised(message)
     if _rewriting:
-        messages = _told.setdefault(path, {}).setdefault(test, [])
-        if message not in messages:
-            messages.append(message)
+        write(path, test, message)
         return
     assert message in read(path).get(test, []), \
         f"{path.name} has another message of {test}: make messages writes it anew\n{message}"
@@ -76,14 +75,21 @@ def read(path):
     return messages
 
 
-def write():
-    """Write the messages of all files of tests that ran, whole: what no test says any more is gone."""
-    for path, tests in _told.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
+def write(path, test, message):
+    """Write a message of a test, in place of what it said before this session; other processes write others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(FOLDER / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        tests = read(path)
+        if (path, test) not in _rewritten:
+            _rewritten.add((path, test))
+            tests[test] = []
+        if message not in tests[test]:
+            tests[test].append(message)
         blocks = []
-        for test, messages in tests.items():
-            lines = ["    " + message.replace("\n", "\\n") for message in messages]
-            blocks.append("\n".join([test, *lines]) + "\n")
+        for name in sorted(tests):
+            lines = ["    " + each.replace("\n", "\\n") for each in tests[name]]
+            blocks.append("\n".join([name, *lines]) + "\n")
         path.write_text("\n".join(blocks), encoding="utf-8")
 
 
