@@ -277,7 +277,7 @@ def _make_search(kind: type[T], vocabulary: Vocabulary, options: Mapping[str, An
     allowed = signature(kind).parameters.keys() - {"tokenizer", "nbest", "blank_id", "separator", "joint"}
     unknown = sorted(options.keys() - allowed)
     if unknown:
-        raise SbkitError("unknown-key", f"the beam search has no option {shown(unknown[0])}",
+        raise SbkitError("unknown-argument", f"the beam search has no option {shown(unknown[0])}",
                          hint=f"its options are {', '.join(sorted(allowed))}", key=unknown[0])
     try:
         search = kind(vocabulary.symbols, blank_id=config.blank_id, separator=config.word_separator, **options)

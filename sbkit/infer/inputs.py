@@ -53,7 +53,7 @@ def collect(names: Sequence[str], references: str | None = None, schemes: Sequen
     """
     allowed = check_schemes("--schemes", schemes)
     if not names:
-        raise SbkitError("missing-argument", "no recordings were given",
+        raise SbkitError("missing-option", "no recordings were given",
                          hint="give files, folders, a manifest.csv, JSON lines, or - for stdin")
     recordings: list[Recording] = []
     empty = []

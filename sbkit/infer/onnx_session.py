@@ -130,7 +130,7 @@ def _new_session(runtime: ModuleType, path: Path, gpu: int | None,
     if version < _CHECKS_WEIGHTS and path.stat().st_size:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if _WEIGHT_FILE.search(data):
-                raise SbkitError("unusable-package", f"{path} has its weights in other files, and onnxruntime "
+                raise SbkitError("wrong-version", f"{path} has its weights in other files, and onnxruntime "
                                  f"{runtime.__version__} would read any file of this machine that a model names",
                                  hint="pip install 'onnxruntime>=1.24', which takes Python 3.11 or later", file=path)
     try:

@@ -104,13 +104,13 @@ class Recording:
         if isinstance(self.audio, np.ndarray):
             signal = self.audio
             if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
-                raise AudioError("bad-samples", self.name, "samples must be floats of one channel, -1 to 1, or int16, "
+                raise AudioError("not-samples", self.name, "samples must be floats of one channel, -1 to 1, or int16, "
                                  f"not {signal.dtype} {list(signal.shape)}")
             signal = np.ascontiguousarray(signal, dtype=np.float32)
             audio.check_values(self.name, signal)
             peak = np.abs(signal).max()
             if peak > LOUDEST:
-                raise AudioError("bad-samples", self.name, f"has samples of up to {peak:.4g}, but floats go from -1 to "
+                raise AudioError("not-samples", self.name, f"has samples of up to {peak:.4g}, but floats go from -1 to "
                                  "1: divide 16-bit samples by 32768, or give them as int16")
             yield signal if self.rate in (None, rate) else soxr.resample(signal, self.rate, rate, quality="MQ")
             return

@@ -40,7 +40,7 @@ class RunRequest(FilesRequest):
 def run(request: RunRequest) -> int:
     recordings = collect(request.files, None, request.schemes)
     if request.output is None and "wav" in request.formats:
-        raise SbkitError("missing-argument", "wav can't be printed", hint="add --to FOLDER", key="--format")
+        raise SbkitError("missing-option", "wav can't be printed", hint="add --to FOLDER", key="--format")
     if request.output is not None:
         check_output_paths(request.output, recordings)
     errors: dict[int, AudioError] = {}
@@ -55,7 +55,7 @@ def run(request: RunRequest) -> int:
             audio += seconds
             if request.output is None:
                 if result.size > _MAX_PRINTED:
-                    raise SbkitError("missing-argument",
+                    raise SbkitError("missing-option",
                                      f"{recording.name} has {result.size:,} output values, too many to print",
                                      hint="write files: --to FOLDER", key="--to")
                 sys.stdout.write(_line(recording, result))

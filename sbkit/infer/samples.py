@@ -28,36 +28,36 @@ def as_int(value: object) -> int | None:
 def check_samples(piece: object) -> np.ndarray:
     """Return samples [N] as an array of floats from -1 to 1, or int16; raises if they can't be samples."""
     if isinstance(piece, (str, os.PathLike)):
-        raise SbkitError("bad-samples", f"a piece of a stream is {str(piece)[:80]!r}, but must be an array of samples",
+        raise SbkitError("not-samples", f"a piece of a stream is {str(piece)[:80]!r}, but must be an array of samples",
                          hint="read the file first: samples, rate = soundfile.read(FILE); or transcribe it")
     if isinstance(piece, (bytes, bytearray)):
-        raise SbkitError("bad-samples", "a piece of a stream is bytes, but must be an array of samples",
+        raise SbkitError("not-samples", "a piece of a stream is bytes, but must be an array of samples",
                          hint="for 16-bit PCM: np.frombuffer(data, np.int16)")
     try:
         samples = np.asarray(piece)
     except (TypeError, ValueError) as error:
-        raise SbkitError("bad-samples", "a piece of a stream is not an array of samples: "
+        raise SbkitError("not-samples", "a piece of a stream is not an array of samples: "
                          f"{first_line(error)}") from None
     if samples.dtype.kind == "O":
-        raise SbkitError("bad-samples", f"a piece of a stream is {type(piece).__name__}, but must be an array of "
+        raise SbkitError("not-samples", f"a piece of a stream is {type(piece).__name__}, but must be an array of "
                          "samples", hint="give floats from -1 to 1, or int16")
     if samples.ndim != 1:
         hint = "give an array of samples"
         if samples.ndim == 2:
             hint = "mix the channels: samples.mean(1), if they are [N, channels]"
-        raise SbkitError("bad-samples", f"a piece of a stream has the shape {[*samples.shape]}, but must be one "
+        raise SbkitError("not-samples", f"a piece of a stream has the shape {[*samples.shape]}, but must be one "
                          "channel's [N]", hint=hint)
     if samples.dtype == np.int16:
         return samples
     if samples.dtype.kind != "f":
-        raise SbkitError("bad-samples", f"a piece of a stream has samples of type {samples.dtype}, but they must be "
+        raise SbkitError("not-samples", f"a piece of a stream has samples of type {samples.dtype}, but they must be "
                          "floats from -1 to 1, or int16", hint="for 16-bit PCM: np.frombuffer(data, np.int16)")
     peak = max(samples.max(), -samples.min()) if len(samples) else 0.0
     if not np.isfinite(peak):
         raise SbkitError("bad-samples", "a piece of a stream has samples that are NaN or infinite",
                          hint="skip it, or replace these samples by zeros: the stream is unchanged")
     if peak > LOUDEST:
-        raise SbkitError("bad-samples", f"a piece of a stream has samples of up to {peak:.4g}, but floats go from -1 "
+        raise SbkitError("not-samples", f"a piece of a stream has samples of up to {peak:.4g}, but floats go from -1 "
                          "to 1", hint="divide 16-bit samples by 32768, or give them as int16")
     return samples
 

@@ -52,7 +52,7 @@ class SpeakRequest(ModelRequest):
 def speak(request: SpeakRequest) -> int:
     """Speak and return the exit code. The whole text is checked before any of it is spoken."""
     if (request.text is None) == (request.file is None):
-        raise SbkitError("missing-argument", "give a text, - for standard input, or --file FILE",
+        raise SbkitError("missing-option", "give a text, - for standard input, or --file FILE",
                          hint='sbkit speak BUNDLE "good morning" --to morning.wav')
     config = layout.VoiceConfig.read(request.bundle)
     if request.to == STD and sys.stdout.isatty():

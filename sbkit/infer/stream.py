@@ -70,7 +70,7 @@ class Stream:
         rate : the samples' rate, if known: raises if it isn't the stream's
         """
         if rate is not None and rate != self.rate:
-            raise SbkitError("bad-samples", f"this stream has {self.rate} samples per second, and these are at {rate}: "
+            raise SbkitError("not-samples", f"this stream has {self.rate} samples per second, and these are at {rate}: "
                              "the rate can't change within a stream",
                              hint=f"begin another one: model.stream(rate={rate})")
         return list(self._feed(samples))

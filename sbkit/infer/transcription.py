@@ -61,10 +61,10 @@ def transcribe(request: TranscribeRequest) -> int:
     formats = list(dict.fromkeys(request.formats))
     recordings = collect(request.files, request.references, request.schemes)
     if request.output is None and len(recordings) > 1 and set(formats) & {"srt", "vtt"}:
-        raise SbkitError("missing-argument", "subtitles of several recordings can't be printed", hint="add --to FOLDER",
+        raise SbkitError("missing-option", "subtitles of several recordings can't be printed", hint="add --to FOLDER",
                          key="--to")
     if request.output is None and len(formats) > 1:
-        raise SbkitError("missing-argument", "several formats can't be printed", hint="add --to FOLDER", key="--to")
+        raise SbkitError("missing-option", "several formats can't be printed", hint="add --to FOLDER", key="--to")
     if request.output is not None:
         check_output_paths(request.output, recordings)
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:

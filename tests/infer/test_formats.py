@@ -79,8 +79,8 @@ def of_another_model(bundle, model: bytes):
 
 @pytest.mark.parametrize("version, code, length", [
     (onnxruntime.__version__, "damaged-bundle", b"\x08"),
-    ("1.23.2", "unusable-package", b"\x08"),
-    ("1.23.2", "unusable-package", b"\x88\x00")])  # protobuf takes that as 8, too
+    ("1.23.2", "wrong-version", b"\x08"),
+    ("1.23.2", "wrong-version", b"\x88\x00")])  # protobuf takes that as 8, too
 @pytest.mark.parametrize("named", ["../secret", "link"])
 def test_external_weights_outside_the_folder_are_refused(tmp_path, monkeypatch, version, code, named, length):
     """ONNX Runtime refuses it since 1.24; earlier ones would read the file, so such a model isn't given to them."""

@@ -169,7 +169,7 @@ def test_every_recording_that_cannot_be_read_is_left_out_and_named(bundle, clips
 
 
 @pytest.mark.parametrize("words, code", [
-    (["--format", "wav"], "missing-argument"), (["--format", "wav", "--to", "out"], "not-a-waveform"),
+    (["--format", "wav"], "missing-option"), (["--format", "wav", "--to", "out"], "not-a-waveform"),
     (["--format", "mp3"], "bad-option"),
 ])
 def test_wav_needs_a_folder_and_a_waveform(bundle, clips, words, code, capsys, monkeypatch, tmp_path):
@@ -182,7 +182,7 @@ def test_wav_needs_a_folder_and_a_waveform(bundle, clips, words, code, capsys, m
 def test_large_outputs_are_not_printed(sound, tmp_path, capsys):
     soundfile.write(tmp_path / "long.wav", np.zeros(11_000, np.float32), graph_bundles.RATE)
     assert run(sound, tmp_path / "long.wav") == 2
-    assert "[missing-argument]" in capsys.readouterr().err
+    assert "[missing-option]" in capsys.readouterr().err
 
 
 def test_labels_that_are_not_the_models_are_refused_at_start(bundle, tmp_path):

@@ -98,8 +98,8 @@ def test_a_long_text_is_streamed_with_progress(voice_bundle, tmp_path, monkeypat
     (["a", "--to", "a.aac"], "bad-option"), (["a", "--to", "a"], "bad-option"),
     (["a", "--to", "a.wav", "--voice", "clara"], "voice-not-found"),
     (["a", "--to", "a.wav", "--speed", "9"], "bad-value"),
-    (["a", "--to", "a.wav", "--speed", "nan"], "bad-value"), (["--to", "a.wav"], "missing-argument"),
-    (["a", "--file", "b.txt", "--to", "a.wav"], "missing-argument"),
+    (["a", "--to", "a.wav", "--speed", "nan"], "bad-value"), (["--to", "a.wav"], "missing-option"),
+    (["a", "--file", "b.txt", "--to", "a.wav"], "missing-option"),
     (["--file", "b.txt", "--to", "a.wav"], "no-such-path"), (["--file", "latin.txt", "--to", "a.wav"], "not-utf8"),
     (["\udcff", "--to", "a.wav"], "not-utf8"),
 ])

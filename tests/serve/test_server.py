@@ -304,7 +304,7 @@ def test_a_port_that_is_taken_is_one_line_at_once(bundle, capsys):
 
 
 @pytest.mark.parametrize("words, code", [
-    (["--port", "0"], "missing-argument"),
+    (["--port", "0"], "missing-option"),
     (["nowhere", "--port", "0"], "no-such-path"),
     (["../etc=BUNDLE", "--port", "0"], "bad-value"),
     (["BUNDLE", "--port", "0", "--device", "cuda"], "device-unavailable"),
