@@ -22,7 +22,8 @@ def test_results_are_printed_in_the_recordings_order(order, data):
         for position in arrival:
             name = str(given[position].audio).removesuffix(".wav")
             yield position, 0.5  # seconds of it so far
-            yield position, AudioError("empty-audio", f"{name}.wav", "holds no audio") if int(name) in unreadable else name
+            error = AudioError("empty-audio", f"{name}.wav", "holds no audio")
+            yield position, error if int(name) in unreadable else name
 
     for in_order in (True, False):
         errors, err = {}, io.StringIO()
