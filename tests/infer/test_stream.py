@@ -114,8 +114,8 @@ def test_another_rate_is_resampled(model):
 @pytest.mark.parametrize("given, rate, code", [
     (np.array([0.1, np.nan], np.float32), None, "bad-samples"), (np.array([0.1, -np.inf]), None, "bad-samples"),
     *((given, None, "not-samples") for given in (
-        np.zeros((160, 2), np.float32), b"\0\0", bytearray(2), memoryview(bytes(2)), "x.wav", pathlib.Path("x.wav"), None,
-        [[0.5], [0.5, 0.5]], 0.5, np.zeros(160, np.int32), np.zeros(160, bool), np.full(160, 12_000.0))),
+        np.zeros((160, 2), np.float32), b"\0\0", bytearray(2), memoryview(bytes(2)), "x.wav", pathlib.Path("x.wav"),
+        None, [[0.5], [0.5, 0.5]], 0.5, np.zeros(160, np.int32), np.zeros(160, bool), np.full(160, 12_000.0))),
     (np.zeros(160, np.float32), 8_000, "not-samples"),
 ])
 def test_invalid_samples_leave_the_stream_unchanged(model, given, rate, code):

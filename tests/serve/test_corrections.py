@@ -151,10 +151,10 @@ def test_on_a_full_disk_nothing_is_kept_in_part_and_a_recording_can_still_be_for
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ApiError):
+    with refused("no_room", kind=ApiError):
         kept.save(np.ones(160) / 2, 16_000, "others", heard=None)
     assert [each.stem for each in (tmp_path / "clips").iterdir()] == [name] == [row["id"] for row in rows(tmp_path)]
-    with pytest.raises(ApiError):
+    with refused("no_room", kind=ApiError):
         kept.delete(name)
     assert not list((tmp_path / "clips").iterdir())  # its words go with the next list
     monkeypatch.undo()
@@ -168,10 +168,10 @@ def test_long_words_of_short_recordings_do_not_fill_the_disk_either(tmp_path):
     short = kept.save(np.zeros(1), 16_000, "a", heard=None)["id"]
     for number in range(5):
         kept.save(np.full(1, (number + 1) / 10), 16_000, "a" * MAX_CHARACTERS, heard=None)
-    with pytest.raises(ApiError):
+    with refused("no_room", kind=ApiError):
         for number in range(5, 10):
             kept.save(np.full(1, (number + 1) / 11), 16_000, "a" * MAX_CHARACTERS, heard="a" * MAX_CHARACTERS)
-    with pytest.raises(ApiError):  # nor are they made longer later
+    with refused("no_room", kind=ApiError):  # nor are they made longer later
         kept.save(np.zeros(1), 16_000, "\U0001f600" * MAX_CHARACTERS, heard=None)
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.*")) <= 20_000
     kept.delete(short)
@@ -255,7 +255,7 @@ def test_what_the_operator_edits_and_deletes_while_the_server_runs_stays_so(tmp_
         assert rows(tmp_path) == [again]
         assert dict(kept.words) == {"free": 1}
         for gone in (second, fourth):
-            with pytest.raises(ApiError):
+            with refused("not_found", kind=ApiError):
                 kept.delete(gone["id"])
         assert kept.save(np.full(160, 0.2), 16_000, "two", heard=None)["corrected"] == 1
     with contextlib.closing(Corrections(tmp_path, 1 << 20)) as kept:
@@ -291,7 +291,7 @@ def test_a_list_that_an_edit_broke_is_left_as_it_is_and_nothing_is_saved_until_i
         for call in (lambda: kept.save(np.full(160, 0.2), 16_000, "two", heard=None),
                      lambda: kept.save(np.full(160, 0.1), 16_000, "won", heard=None),
                      lambda: kept.delete(first["id"])):
-            with pytest.raises(ApiError) as error:
+            with refused("corrections_unreadable", kind=ApiError) as error:
                 call()
             assert error.value.status == 503
         assert listed.read_bytes() == whole + line.encode() and "line 2" in caplog.text
@@ -311,7 +311,7 @@ def test_a_list_that_became_a_pipe_saves_nothing_until_it_is_a_file_again(tmp_pa
         listed = tmp_path / "corrections.jsonl"
         listed.rename(tmp_path / "aside")
         os.mkfifo(listed)
-        with pytest.raises(ApiError) as error:
+        with refused("corrections_unreadable", kind=ApiError) as error:
             kept.save(np.full(160, 0.2), 16_000, "two", heard=None)
         assert error.value.status == 503
         listed.unlink()

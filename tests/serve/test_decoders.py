@@ -14,6 +14,7 @@ import bundles
 import numpy as np
 import pytest
 import serving
+from refusals import refused
 
 from sbkit.errors import SbkitError
 from sbkit.infer.recordings import Recording
@@ -122,7 +123,7 @@ def test_a_file_is_blamed_once_a_fresh_decoder_died_of_it_too(started, tmp_path)
     with pytest.raises(ApiError) as error:
         decode(decoders, b"deadly")
     assert error.value.code == "invalid_audio" and restarts == [1, 1]
-    with pytest.raises(ApiError):
+    with refused("invalid_audio", kind=ApiError):
         decode(decoders, b"deadly")
     assert restarts == [1, 1, 1], "it was fresh"
     assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
@@ -138,7 +139,7 @@ def test_a_decoder_that_never_starts_is_no_files_fault(started, tmp_path):
     for each in decoders.running:
         each.process.kill()
         each.process.wait()
-    with pytest.raises(ApiError) as error:
+    with refused("not_ready", kind=ApiError) as error:
         decode(decoders, serving.wav("a"))
     assert error.value.status == 503
     flag.unlink()
@@ -176,7 +177,7 @@ def test_a_machine_without_room_for_a_process_costs_a_request_and_not_the_server
     with pytest.raises(BlockingIOError):
         decode(decoders, serving.wav("b"))
     full[:] = [OSError(24, "Too many open files")]
-    with pytest.raises(ApiError) as error:
+    with refused("no_room", kind=ApiError) as error:
         decode(decoders, serving.wav("b"))
     assert error.value.status == 503
     full.clear()

@@ -8,6 +8,7 @@ import tempfile
 import numpy as np
 import pytest
 import serving
+from refusals import refused
 from test_decoders import upload
 
 from sbkit.serve import decoder_process, disk
@@ -56,7 +57,7 @@ def test_parts_are_promised_up_to_the_bound_and_given_back(monkeypatch):
     first, second = DiskReservation(room), DiskReservation(room)
     first.grow(6 * MEGABYTE)
     first.grow(MEGABYTE)  # it has more
-    with pytest.raises(ApiError) as caught:
+    with refused("no_room", kind=ApiError) as caught:
         second.grow(5 * MEGABYTE)
     assert caught.value.status == 503 and caught.value.headers["retry-after"]
     first.resize(MEGABYTE)
@@ -66,7 +67,7 @@ def test_parts_are_promised_up_to_the_bound_and_given_back(monkeypatch):
     second.close()
     assert room.reserved == 0
     free = MEGABYTE
-    with pytest.raises(ApiError):
+    with refused("no_room", kind=ApiError):
         first.grow(MEGABYTE)  # half of what is free is not ours
 
 
@@ -74,7 +75,7 @@ def test_a_decoder_asks_for_room_by_the_header_and_gives_back_what_it_did_not_ne
     disk = Disk(4 * MEGABYTE)
     with contextlib.closing(Decoders(Limits(decoders=1), disk=disk)) as decoders, \
             upload(serving.silence(120, 16_000)) as large, upload(serving.wav("hello")) as small:
-        with pytest.raises(ApiError) as caught:  # 7.7 MB of samples
+        with refused("no_room", kind=ApiError) as caught:  # 7.7 MB of samples
             decoders.decode(large, 16_000, Job())
         assert caught.value.status == 503 and disk.reserved == 0
         wave = decoders.decode(small, 16_000, Job())
