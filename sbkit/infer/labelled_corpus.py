@@ -25,6 +25,8 @@ NO_WORDS = "no words"
 NO_PAUSE = "no pause"
 UNSURE = "low confidence"
 UNLIKE = "not calibrated"
+#: The code of each reason for which a row is left out; that of an unreadable recording is its error's.
+CODES = {NO_WORDS: "no-words", NO_PAUSE: "no-pause", UNSURE: "low-confidence", UNLIKE: "not-calibrated"}
 #: Values of ``--keep`` for which the hours are shown.
 _KEEPS = (0.95, 0.9, 0.8, 0.7, 0.5)
 
@@ -80,7 +82,7 @@ def write_corpus(request: LabelRequest, transcribed: Path, calibration: Calibrat
                 if reason == KEPT:
                     _write_line(corpus, row)
                 else:
-                    _write_line(left_out, row | {"reason": reason})
+                    _write_line(left_out, row | {"reason": reason, "code": CODES[reason]})
         for key, problem in errors.items():
             tally.rows[UNREADABLE] += 1
             _write_line(left_out, {"audio_filepath": path_of(key), "reason": UNREADABLE, **problem._asdict()})

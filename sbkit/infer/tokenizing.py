@@ -155,7 +155,7 @@ def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeReque
     utterances = 0
     seconds = 0.0
     frames = 0
-    unusable: dict[str, list[tuple[int, str]]] = {UNDECODABLE: [], UNCODABLE: []}  # rows, and why
+    unusable: dict[str, list[tuple[int, str, str]]] = {UNDECODABLE: [], UNCODABLE: []}  # rows, and a code and its words
     with writing(folder, codec.books, request.force, made_from=manifest.digest()) as out:
         with progress(what=f"tokenizing {name}", total=len(manifest), unit="clip") as bar:
             for window in _read(manifest, codec.sample_rate, request.readers):
@@ -164,16 +164,16 @@ def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeReque
                     try:
                         signals.append((row, future.result()))
                     except AudioError as error:
-                        unusable[UNDECODABLE].append((row, error.cause))
+                        unusable[UNDECODABLE].append((row, error.code, error.cause))
                 encoded = codec.encode_each([signal for _, signal in signals])
                 for (row, signal), codes in zip(signals, encoded, strict=True):
                     if isinstance(codes, SbkitError):
-                        unusable[UNCODABLE].append((row, codes.message))
+                        unusable[UNCODABLE].append((row, codes.code, codes.message))
                         continue
                     try:
                         out.add(manifest.ids[row], codes, manifest.texts[row] or None, manifest.speakers[row] or None)
                     except UnstorableUtterance as unstorable:
-                        unusable[UNCODABLE].append((row, unstorable.cause))
+                        unusable[UNCODABLE].append((row, unstorable.code, unstorable.cause))
                         continue
                     utterances += 1
                     frames += len(codes)
@@ -181,10 +181,12 @@ def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeReque
                 bar.update(len(window))
         for reason, rows in unusable.items():
             if rows:
-                ids = [manifest.ids[row] for row, _ in rows]
-                wavs = [manifest.wavs[row] for row, _ in rows]
-                causes = [cause for _, cause in rows]
-                left_out = pa.concat_tables([left_out, exclusions.rows(name, reason, ids, wavs, causes, versions=True)])
+                ids = [manifest.ids[row] for row, _, _ in rows]
+                wavs = [manifest.wavs[row] for row, _, _ in rows]
+                error_codes = [code for _, code, _ in rows]
+                causes = [cause for _, _, cause in rows]
+                left_out = pa.concat_tables([left_out, exclusions.rows(name, reason, ids, wavs, causes,
+                                                                       codes=error_codes, versions=True)])
         exclusions.write(out.folder, [left_out])
         _report_left_out(name, utterances, left_out, folder)
     elapsed = time.perf_counter() - began

@@ -93,6 +93,7 @@ def test_recordings_unlike_all_of_the_list_are_not_kept_whatever_is_asked_for(ho
     assert label(home, tmp_path / "labels", "--keep", "0.01", audio=[tmp_path / "audio"], calibrate=clear) == 0
     assert not (tmp_path / "labels/train.jsonl").read_text()
     assert {each["reason"] for each in rows(tmp_path / "labels/labelling/left_out-train.jsonl")} == {"not calibrated"}
+    assert {each["code"] for each in rows(tmp_path / "labels/labelling/left_out-train.jsonl")} == {"not-calibrated"}
     out = capsys.readouterr().out
     assert "not calibrated: 4 rows with a lower confidence than all of" in out
     assert "other values of --keep" not in out
