@@ -133,7 +133,8 @@ class Corrections:
         list_bytes = self._list.stat().st_size if self._list.exists() else 0
         # The list counts too: recordings may be of a sample, and words of many bytes.
         if self._bytes + new_bytes + list_bytes + len(json.dumps(row)) > self._max_bytes:
-            raise no_room(f"this server keeps at most {self._max_bytes // MEGABYTE} MB of corrections, and has them")
+            raise no_room("the corrections on this server have reached their limit of "
+                          f"{self._max_bytes // MEGABYTE} MB")
         try:
             former = self._rows.get(name)
             row["corrected"] = 1

@@ -4,9 +4,9 @@ import bundles
 import numpy as np
 import pytest
 import toy_codec
+from refusals import refused
 
 from sbkit.commands.evaluate import evaluate
-from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.bundles import BundleLoader
 from sbkit.runs.evaluation_request import EvaluateRequest
@@ -28,14 +28,14 @@ def test_signals_of_another_rate_are_resampled(tmp_path):
 def test_a_transducer_transcribes_but_does_not_align(tmp_path):
     bundle = str(bundles.make_transducer(tmp_path / "bundle"))
     assert BundleLoader().text_transcriber(bundle, bundles.RATE)([bundles.say("ab ba")]) == ["ab ba"]
-    with pytest.raises(SbkitError):
+    with refused("wrong-bundle-kind"):
         BundleLoader().aligner(bundle)
 
 
 def test_what_is_no_bundle_is_refused_before_anything_is_scored(tmp_path):
-    with pytest.raises(SbkitError):
+    with refused("no-such-path"):
         BundleLoader().text_transcriber(str(tmp_path / "nowhere"), 16_000)
-    with pytest.raises(SbkitError):
+    with refused("no-such-path"):
         evaluate(EvaluateRequest(tmp_path / "run", recogniser=str(tmp_path / "nowhere")))
 
 
@@ -46,11 +46,11 @@ def test_a_codec_is_opened_and_anything_else_is_refused(tmp_path):
     assert np.array_equal(codec.encode([toy_codec.sound(codes)])[0], codes)
     codec.close()
     recogniser = str(bundles.make(tmp_path / "recogniser"))
-    with pytest.raises(SbkitError) as error:
+    with refused("wrong-bundle-kind") as error:
         BundleLoader().codec(recogniser)
     assert "hparams/codec.yaml" in error.value.hint
     for open_it in (lambda folder: BundleLoader().text_transcriber(folder, 16_000), BundleLoader().aligner):
-        with pytest.raises(SbkitError):
+        with refused("wrong-bundle-kind"):
             open_it(str(tmp_path / "codec"))
 
 

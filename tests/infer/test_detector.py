@@ -5,10 +5,10 @@ import importlib.util
 import bundles
 import numpy as np
 import pytest
+from refusals import refused
 
 from sbkit.data.audio import resample
 from sbkit.data.demo_voice import speak
-from sbkit.errors import SbkitError
 from sbkit.export.layout import Config, TransducerConfig
 from sbkit.infer import detector
 from sbkit.infer.detector import SpeechDetector
@@ -37,10 +37,10 @@ def test_detects_speech_in_noise(rate):
 def test_detector_refuses_a_missing_package_other_rates_and_transducers(monkeypatch):
     for config in (Config(sample_rate=22_050, **VALUES), TransducerConfig(
             sample_rate=16_000, **VALUES, joint_size=3, context=2, decoder="a", joiner="b")):
-        with pytest.raises(SbkitError):
+        with refused("unsupported-vad"):
             SpeechDetector(config)
     monkeypatch.setattr(detector, "find_spec", lambda name: importlib.util.find_spec(f"{name}_is_missing"))
-    with pytest.raises(SbkitError) as caught:
+    with refused("missing-package") as caught:
         SpeechDetector(Config(sample_rate=16_000, **VALUES))
     assert caught.value.hint == "pip install 'sbkit[vad]'"
 

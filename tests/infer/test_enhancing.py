@@ -13,6 +13,7 @@ import torch
 import toy_codec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 import sbkit.infer
 from sbkit.cli import main
@@ -156,5 +157,5 @@ def test_another_bundle_is_refused(tmp_path, capsys):
 def test_a_graph_with_wrong_output_is_refused(bundle, tmp_path):
     """Of another hop than the configuration says."""
     folder = bundles.change(shutil.copytree(bundle, tmp_path / "b"), hop=8)
-    with pytest.raises(sbkit.errors.SbkitError):
+    with refused("damaged-bundle", kind=sbkit.errors.SbkitError):
         sbkit.infer.load(folder, device="cpu")

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from refusals import refused
 
 import sbkit.infer
-from sbkit.errors import SbkitError
 from sbkit.infer.samples import Resampler
 
 SAID = "she sells sea shells by the sea shore"
@@ -42,7 +41,7 @@ def cut(signal, cuts):
 
 @pytest.mark.slow
 def test_words_come_before_the_stream_ends(model):
-    with pytest.raises(SbkitError):
+    with refused("bad-value"):
         model.stream([bundles.say("ab cd")])
     stream = model.stream(chunk=160)
     shown = [(stream.text(result.settled), stream.text(result.partial), round(result.seconds, 2))
@@ -133,7 +132,7 @@ def test_invalid_samples_leave_the_stream_unchanged(model, given, rate, code):
 
 @pytest.mark.parametrize("given", [b"\0\0", "x.wav", None])
 def test_an_invalid_argument_is_reported(model, given):
-    with pytest.raises(SbkitError):
+    with refused("not-samples"):
         list(model.stream()(given))
 
 
@@ -152,7 +151,7 @@ def test_samples_after_the_end_are_refused_until_reset(model):
     stream.feed(bundles.say("abc"))
     assert texts(stream.finish()) == "abc"
     for call in (lambda: stream.feed(np.zeros(1, np.float32)), stream.finish):
-        with pytest.raises(SbkitError):
+        with refused("stream-ended"):
             call()
     stream.reset()
     assert stream.finish()[-1].seconds == 0
@@ -170,23 +169,23 @@ def test_reset_begins_a_new_stream(model):
 
 
 def test_a_chunk_that_was_not_trained_is_refused(model):
-    with pytest.raises(SbkitError):
+    with refused("bad-value"):
         model.stream(chunk=200)
     assert model.stream().chunk_seconds == model.stream(chunk=320.0).chunk_seconds == pytest.approx(0.32)
     for chunk in ("640", 320.5, True, [640], float("nan"), float("inf")):
-        with pytest.raises(SbkitError):
+        with refused("bad-value"):
             model.stream(chunk=chunk)
 
 
 @pytest.mark.parametrize("rate", [0, 1_000, 16_000.5, "16000", True, 10**400])
 def test_invalid_rates_are_refused(model, rate):
-    with pytest.raises(SbkitError):
+    with refused("bad-value"):
         model.stream(rate=rate)
 
 
 def test_a_bundle_without_the_graph_says_how_to_get_one(tmp_path):
     with sbkit.infer.load(bundles.make(tmp_path / "b"), device="cpu") as model:
-        with pytest.raises(SbkitError):
+        with refused("no-streaming-graph"):
             model.stream()
         assert model.transcribe(bundles.say("abc")).text == "abc"
 
@@ -198,14 +197,14 @@ def test_a_language_model_is_read_once_for_all_streams_of_a_search(model, tmp_pa
     one, other = model.stream(**options), model.stream(**options)
     assert one._decoder is other._decoder is not model.stream()._decoder
     assert texts(one(bundles.say("abc abc"))) == texts(other(bundles.say("abc abc"))) == "abc abc"
-    with pytest.raises(SbkitError):
+    with refused("no-such-path"):
         model.stream(lm="nowhere.arpa")
-    with pytest.raises(SbkitError):
+    with refused("conflicting-options"):
         model.stream(lm_weight=0.6)
 
 
 def test_hot_words_must_be_a_list(model):
-    with pytest.raises(SbkitError):
+    with refused("bad-hot-word"):
         model.stream(hot_words="candle")
     assert texts(model.stream(hot_words=("abc",))(bundles.say("abc"))) == "abc"
 
@@ -214,18 +213,18 @@ def test_closing_the_model_ends_its_streams(bundle):
     with sbkit.infer.load(bundle, device="cpu") as model:
         stream = model.stream()
     for _ in range(2):
-        with pytest.raises(SbkitError):
+        with refused("model-closed"):
             stream.feed(np.zeros(100_000, np.float32))
-        with pytest.raises(SbkitError):
+        with refused("model-closed"):
             stream.reset()
-        with pytest.raises(SbkitError):
+        with refused("model-closed"):
             model.stream()
 
 
 def test_a_closed_model_opens_no_stream(bundle):
     with sbkit.infer.load(bundle, device="cpu") as model:
         pass
-    with pytest.raises(SbkitError):
+    with refused("model-closed"):
         model.stream()
 
 

@@ -10,9 +10,9 @@ import socket
 import httpx
 import pytest
 import serving
+from refusals import refused
 from websockets.sync.client import connect
 
-from sbkit.errors import SbkitError
 from sbkit.serve import connection_limit
 from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
@@ -109,7 +109,7 @@ def test_many_requests_need_no_more_files_than_there_are_connections(files):
 
 def test_too_few_files_are_told_at_the_start(files):
     files(99, 99)
-    with pytest.raises(SbkitError):
+    with refused("ulimit-too-low"):
         connection_limit.connection_budget(Limits())
 
 

@@ -18,7 +18,6 @@ from sounds import contained, speechlike
 from sbkit.cli import main
 from sbkit.data.corpus import Corpus
 from sbkit.decode.spans import Word
-from sbkit.errors import SbkitError
 from sbkit.serve.corrections import MAX_CHARACTERS, Corrections, worth
 from sbkit.serve.errors import ApiError
 from sbkit.serve.limits import Limits
@@ -76,20 +75,20 @@ def test_a_recording_that_is_corrected_again_has_the_last_words_and_can_be_forgo
     assert httpx.delete(f"{server.base}/audio/corrections/{name}").status_code == 404
 
 
-@pytest.mark.parametrize("said, text, fields, status, told", [
-    ("good", " \n ", {}, 400, "the text is empty"), ("good", "a\0b", {}, 400, "all of them printable"),
-    ("good", "a" * (MAX_CHARACTERS + 1), {}, 400, "at most 2000 characters"),
-    (serving.silence(31, format="WAV"), "long", {}, 400, "31.0 s, and a correction is of at most 30 s"),
-    (contained(speechlike(2.0), 16_000, "m4a")[:-2000], "words", {}, 400, "damaged or cut off"),
-    (contained(np.zeros(16_000 * 40, np.float32), 16_000, "m4a"), "long", {}, 400, "a correction is of at most 30 s"),
-    (contained(speechlike(4.0, 48_000), 48_000, "webm")[:20_000], "words", {}, 400, "send all of the recording"),
-    (serving.wav("good people")[:-9000], "words", {}, 400, "send all of the recording"),
-    (b"no audio", "words", {}, 400, "Format not recognised"), ("good", "words", {"model": "other"}, 404, "other"),
-    ("good", "words", {"speaker": "me"}, 400, "does not support speaker")])
-def test_what_can_not_be_kept_is_refused_with_the_reason(server, said, text, fields, status, told):
+@pytest.mark.parametrize("said, text, fields, status, code", [
+    ("good", " \n ", {}, 400, "empty_input"), ("good", "a\0b", {}, 400, "invalid_value"),
+    ("good", "a" * (MAX_CHARACTERS + 1), {}, 400, "invalid_value"),
+    (serving.silence(31, format="WAV"), "long", {}, 400, "audio_too_long"),
+    (contained(speechlike(2.0), 16_000, "m4a")[:-2000], "words", {}, 400, "invalid_audio"),
+    (contained(np.zeros(16_000 * 40, np.float32), 16_000, "m4a"), "long", {}, 400, "audio_too_long"),
+    (contained(speechlike(4.0, 48_000), 48_000, "webm")[:20_000], "words", {}, 400, "invalid_audio"),
+    (serving.wav("good people")[:-9000], "words", {}, 400, "invalid_audio"),
+    (b"no audio", "words", {}, 400, "invalid_audio"), ("good", "words", {"model": "other"}, 404, "model_not_found"),
+    ("good", "words", {"speaker": "me"}, 400, "unsupported_parameter")])
+def test_what_can_not_be_kept_is_refused_with_the_reason(server, said, text, fields, status, code):
     before = sorted(server.folder.rglob("*"))
     found = send(server, said, text, **fields)
-    assert found.status_code == status and told in found.json()["error"]["message"]
+    assert found.status_code == status and found.json()["error"]["code"] == code
     assert sorted(server.folder.rglob("*")) == before
 
 
@@ -107,16 +106,16 @@ def test_they_have_room_of_their_own_and_no_more(bundle, tmp_path):
             as server:
         answers = [send(server, text, text) for text in ("good people", "birds hear birds", "people hear good birds")]
         assert [each.status_code for each in answers][0::2] == [200, 503]
-        assert "corrections, and they are full" in answers[2].json()["error"]["message"]
+        assert answers[2].json()["error"]["code"] == "no_room"
         listed = httpx.get(f"{server.base}/models").json()["data"][0]["endpoints"]
         assert "/v1/audio/corrections" in listed
     kept = Corrections(tmp_path / "kept", 1 << 20)  # as a server that starts again finds them
-    with pytest.raises(SbkitError):
+    with refused("folder-in-use", file=tmp_path / "kept"):
         Corrections(tmp_path / "kept", 1 << 20)
     kept.delete(answers[0].json()["id"])
     kept.close()
     (tmp_path / "kept" / "corrections.jsonl").write_text("{}\n")
-    with pytest.raises(SbkitError):
+    with refused("malformed-row", file=tmp_path / "kept"):
         Corrections(tmp_path / "kept", 1 << 20)
 
 

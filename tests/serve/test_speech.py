@@ -19,9 +19,9 @@ import soundfile
 import voices
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from websockets.sync.client import connect
 
-from sbkit.errors import SbkitError
 from sbkit.infer.sound_file import KINDS
 from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.serve import registry
@@ -353,7 +353,7 @@ def test_what_fails_in_the_middle_is_cut_off_or_an_event_and_never_ends_well(voi
 
 
 def test_options_that_no_voice_has_are_refused_where_nothing_hears(voice):
-    with pytest.raises(SbkitError):
+    with refused("wrong-bundle-kind"):
         registry.load({"tts": voice}, BundleOptions(device="cpu", chunk_seconds=3.0))
 
 
