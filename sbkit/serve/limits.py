@@ -50,8 +50,8 @@ class Limits:
         for field_ in fields(self):
             value = getattr(self, field_.name)
             if not value > 0:
-                raise SbkitError("bad-value", f"--{field_.name.replace('_', '-')} is {value}, but must be above 0",
-                                 key=field_.name, value=value)
+                option = f"--{field_.name.replace('_', '-')}"
+                raise SbkitError("bad-value", f"{option} is {value}, but must be above 0", key=option, value=value)
 
     @property
     def upload_bytes(self) -> int:

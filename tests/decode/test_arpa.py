@@ -111,7 +111,7 @@ def test_wherever_an_arpa_file_is_cut_it_is_refused(whole):
     data = whole.read_bytes()
     for size in range(0, len(data) - len("\n\\end\\\n") + 1, 7):
         whole.write_bytes(data[:size])
-        with refused("damaged-lm"):
+        with refused("damaged-lm", file=whole):
             arpa.read(whole)
 
 
@@ -119,13 +119,13 @@ def test_a_truncated_section_is_named_with_what_it_should_hold(whole):
     lines = whole.read_text().splitlines(keepends=True)
     second, third = lines.index("\\2-grams:\n"), lines.index("\\3-grams:\n")
     whole.write_text("".join(lines[: second + 4]))
-    with refused("damaged-lm"):
+    with refused("damaged-lm", file=whole):
         arpa.read(whole)
     whole.write_text("".join(lines[: second]))
-    with refused("damaged-lm"):
+    with refused("damaged-lm", file=whole):
         arpa.read(whole)
     whole.write_text("".join(lines[: third + 3] + lines[third + 4:]))
-    with refused("damaged-lm"):
+    with refused("damaged-lm", file=whole):
         arpa.read(whole)
 
 
@@ -139,13 +139,13 @@ def test_what_can_not_be_is_named(whole, old, new):
     text, count = re.subn(old, new, whole.read_text(), count=1)
     assert count
     whole.write_text(text)
-    with refused("damaged-lm"):
+    with refused("damaged-lm", file=whole):
         arpa.read(whole)
 
 
 def test_a_model_in_another_encoding_is_named_with_its_word(whole):
     whole.write_text(whole.read_text(), encoding="latin1")
-    with refused("not-utf8"):
+    with refused("not-utf8", file=whole):
         arpa.read(whole)
 
 
@@ -153,7 +153,7 @@ def test_a_compressed_file_cut_short(tmp_path):
     path = tmp_path / "lm.arpa.gz"
     arpa.write(estimate(), path)
     path.write_bytes(path.read_bytes()[:-40])
-    with refused("damaged-lm"):
+    with refused("damaged-lm", file=path):
         arpa.read(path)
 
 
@@ -182,7 +182,7 @@ def test_a_header_of_no_model_is_refused_at_once(tmp_path, header):
     path = tmp_path / "lm.arpa"
     path.write_text(f"\\data\\\n{header}\n\n\\1-grams:\n-1 a\n\n\\end\\\n")
     began = time.perf_counter()
-    with refused("damaged-lm"):
+    with refused("damaged-lm", file=path):
         arpa.read(path)
     assert time.perf_counter() - began < 5
 

@@ -93,7 +93,7 @@ def test_external_weights_outside_the_folder_are_refused(tmp_path, monkeypatch, 
     weights.external_data.add(key="location", value=named)
     of_another_model(bundle, model.SerializeToString().replace(b"\x08location", length + b"location"))
     monkeypatch.setattr(onnxruntime, "__version__", version)
-    with refused(code):
+    with refused(code, wording=False):  # it has the words of ONNX Runtime
         sbkit.infer.load(bundle, device="cpu")
 
 

@@ -35,7 +35,7 @@ def where(engine):
 @pytest.mark.parametrize("wanted", ["cuda", "cuda:1"])
 def test_cuda_on_a_cpu_runtime_is_refused(bundle, kind, wanted):
     assert "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
-    with refused("device-unavailable"):
+    with refused("device-unavailable", wording=False):
         kind(bundle, device=wanted)
 
 
@@ -108,7 +108,7 @@ def test_a_damaged_file_is_not_taken_for_a_broken_device(tmp_path, monkeypatch):
     folder = bundles.make(tmp_path / "b")
     path = folder / "model.onnx"
     path.write_bytes(b"\xff" * path.stat().st_size)
-    with refused("damaged-bundle"):
+    with refused("damaged-bundle", wording=False):
         Engine(folder, device="auto")
 
 
@@ -177,7 +177,7 @@ def absent(monkeypatch):
 def test_torch_without_a_gpu_refuses_it_and_auto_says_why(bundle, monkeypatch, built, words):
     absent(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", built)
-    with refused("device-unavailable"):
+    with refused("device-unavailable", wording=False):
         Engine(bundle, model="torch", device="cuda")
     with Engine(bundle, model="torch", device="auto") as engine:
         assert where(engine) == ("cpu", "torch.export")
@@ -185,13 +185,13 @@ def test_torch_without_a_gpu_refuses_it_and_auto_says_why(bundle, monkeypatch, b
 
 
 def test_torch_refuses_a_gpu_beyond_those_that_it_sees(bundle, a_card):
-    with refused("device-unavailable"):
+    with refused("device-unavailable", wording=False):
         Engine(bundle, model="torch", device="cuda:1")
 
 
 def test_a_gpu_that_torch_cannot_use_is_refused_and_auto_says_why(bundle, a_card):
     """It is on the list, but the first tensor that is sent there fails."""
-    with refused("device-unavailable"):
+    with refused("device-unavailable", wording=False):
         Engine(bundle, model="torch", device="cuda")
     with Engine(bundle, model="torch", device="auto") as engine:
         assert where(engine) == ("cpu", "torch.export") and engine.fault is None
@@ -219,7 +219,7 @@ class Stays(torch.nn.Module):
 def test_a_program_that_stays_on_the_cpu_is_refused(bundle, monkeypatch):
     monkeypatch.setattr(backends, "torch_device", lambda gpu: torch.device("cpu" if gpu is None else "meta"))
     monkeypatch.setattr(backends, "move_program", lambda program, _: Stays())
-    with refused("device-unavailable"):
+    with refused("device-unavailable", wording=False):
         torch_backend(bundle, "cuda")
 
 
@@ -238,7 +238,7 @@ def test_a_program_runs_on_another_device_than_it_was_traced_on(bundle, there):
 
 def test_a_program_that_cannot_be_moved_is_reported(bundle, a_card, monkeypatch):
     monkeypatch.setattr("torch.export.passes.move_to_device_pass", lambda program, _: program)
-    with refused("device-unavailable"):
+    with refused("device-unavailable", wording=False):
         torch_backend(bundle, "cuda")
 
 

@@ -85,7 +85,7 @@ def test_seconds_are_read_from_the_header():
     (np.zeros((2, 400), np.float32), 0.0, "not-samples"),
 ])
 def test_unreadable_audio_is_named(audio, start, code):
-    with refused(code, kind=AudioError):
+    with refused(code, kind=AudioError, wording=False):
         joined(Recording(audio, start=start))
 
 
@@ -145,7 +145,7 @@ def test_a_wav_is_read_to_its_headers_length_or_to_its_end():
 def test_a_part_beyond_the_end_of_a_truncated_mp3_is_an_error(mode, start, duration):
     """What lies before a stretch is decoded where the bit rate varies, and there it never came to the stretch."""
     data = made("mp3", 16_000, seconds=20.0, bitrate_mode=mode, compression_level=0.5)
-    with refused("damaged-audio", kind=AudioError):
+    with refused("damaged-audio", kind=AudioError, wording=False):
         joined(Recording(data[: len(data) * 2 // 5], start=start, duration=duration))
 
 

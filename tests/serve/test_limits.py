@@ -358,7 +358,7 @@ def test_unless_it_was_allowed(bundle):
 
 
 def test_every_limit_has_to_be_above_nothing():
-    with refused("bad-value"):
+    with refused("bad-value", key="--max-live", value=0):
         Limits(max_live=0)
 
 
