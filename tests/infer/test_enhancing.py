@@ -157,5 +157,5 @@ def test_another_bundle_is_refused(tmp_path, capsys):
 def test_a_graph_with_wrong_output_is_refused(bundle, tmp_path):
     """Of another hop than the configuration says."""
     folder = bundles.change(shutil.copytree(bundle, tmp_path / "b"), hop=8)
-    with refused("damaged-bundle", kind=sbkit.errors.SbkitError):
+    with refused("damaged-bundle", wording=False):
         sbkit.infer.load(folder, device="cpu")

@@ -102,7 +102,7 @@ def test_invalid_search_options_are_refused(model, options, code):
 ])
 def test_a_bundle_whose_parts_do_not_fit_is_refused(tmp_path, change, code):
     folder = bundles.change(bundles.make_transducer(tmp_path / "b", streams=False), **change)
-    with refused(code):
+    with refused(code, wording=False):
         sbkit.infer.load(folder, device="cpu", threads=1)
 
 
