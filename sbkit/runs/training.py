@@ -57,7 +57,6 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
     tokenizer = recipe.task.tokenizer(keys)
     columns = BatchColumns(recipe.task.columns, keys)
     brain = recipe.brain(config.run_opts, transcribe=evaluation_options.open_recogniser(recipe, bundles))
-    flops = utilisation(brain, device, train) if logs else None
 
     progress = ranks.run_on_main(read_progress, brain.checkpointer, keys.epoch_counter)
     rounding = keys.batching.rounding(device.type, brain.compile)
@@ -71,6 +70,7 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
         logger.info("This run: a model of %.1f million parameters, %s, %d steps in all, on %s in %s; results in %s",
                     parameters / 1e6, counted(epochs, "epoch"), steps, device, brain.precision, keys.folder)
         _log_plan(plan, progress.epochs, steps, len(train), epochs)
+    flops = utilisation(brain, device, train) if logs else None
 
     loaders = _Loaders.of(keys, config, {**manifests, "train": train}, tokenizer, columns, plan)
     if flops is not None and device.type == "cuda" and not train.has_urls:
