@@ -196,7 +196,7 @@ def places(report):
 
 def test_waits_growth_and_an_operation_that_cannot_be_exported_are_named(rehearse):
     report = rehearse("spotter.yaml", "--brain", "!name:faults.Lazy", code=1, cards="H100")
-    assert places(report) >= {("wait", "waits"), ("growth", "grows"), ("exception", "depends on a value")}
+    assert places(report) >= {("wait", "waits"), ("growth", "grows"), ("not-traceable", "depends on a value")}
     assert any(error["code"] == "wait" and not error["line"] and "backward" in error["message"]
                for error in report["errors"])
     assert stages(report)["steps"] == stages(report)["export"] == "failed"

@@ -312,7 +312,8 @@ def test_what_training_was_warned_of_and_holds_stands_first(tmp_path):
     run = run_folders.finished_run(tmp_path, rows)
     found = warned(run, ("nothing-learnt", "Nothing yet", True, False))
     assert found[0] == ("Nothing yet", "Reported at step 500. So it is. What to try, the likeliest first: try "
-                                       "this; or <that>. [nothing-learnt]")
+                                       "this; or <that>.")
+    assert findings(read(run))[0].code == "nothing-learnt"
     found = warned(run, ("nothing-learnt", "Nothing at all", True, True))
     assert found[0][0] == "Nothing at all" and found[0][1].startswith("So it is. What to try")
     assert "Nothing yet" not in str(found), "said again at the end, it stands there once"
