@@ -24,20 +24,29 @@ _HEAD = """# Errors and findings
 
 Made by `make docs` from the files in `sbkit/explanations`; edit those, not this page.
 
-Each error that ends a command, and each finding of `sbkit check`, has a code. It stands in brackets at the end of the
-message:
+Each error that ends a command has a code, and so has each finding of `sbkit check`, of `sbkit doctor` and of a run's
+report. On the screen it stands in brackets at the end of the message:
 
     error: results/rnu does not exist; name the output_folder of a run [no-such-path]
 
 `sbkit explain CODE` prints what stands here. With `--json`, `sbkit check` has the code of each finding, and the error
 that ends a command is `{"error": {"code": ..., "message": ..., "hint": ..., "file": ..., "line": ..., "key": ...,
-"value": ...}}` on stdout, without the fields that it lacks. An error of the server has its code under `error.code`,
-unless OpenAI's interface has a code for it. Programs can rely on codes. The words of messages may change.
+"value": ...}}` on stdout, without the fields that it lacks. Programs can rely on codes. The words of messages may
+change.
 
-A warning of `sbkit check` that you know to be wrong for your recipe can be silenced, once or for good; errors can't:
+The server answers with OpenAI's form of an error, `{"error": {"message", "type", "param", "code"}}`, also in an event of
+a stream and in the last message of a live session. Where OpenAI has a code for the cause, that is used: `invalid_value`
+for `bad-value`. Other codes are spelt as OpenAI spells its own: `audio_too_long` is what stands here as
+`audio-too-long`.
+
+A warning of `sbkit check` that doesn't matter for your recipe can be ignored: by an option, or by a key of the recipe.
+Errors can't be ignored.
 
     sbkit check hparams/ctc.yaml --ignore unread-key
-    ignore_findings: [unread-key]
+
+```yaml
+ignore_findings: [unread-key]
+```
 """
 
 
