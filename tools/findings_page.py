@@ -34,9 +34,9 @@ that ends a command is `{"error": {"code": ..., "message": ..., "hint": ..., "fi
 "value": ...}}` on stdout, without the fields that it lacks. Programs can rely on codes. The words of messages may
 change.
 
-The server answers with OpenAI's form of an error, `{"error": {"message", "type", "param", "code"}}`, also in an event of
-a stream and in the last message of a live session. Where OpenAI has a code for the cause, that is used: `invalid_value`
-for `bad-value`. Other codes are spelt as OpenAI spells its own: `audio_too_long` is what stands here as
+The server answers with OpenAI's form of an error, `{"error": {"message", "type", "param", "code"}}`, also in an event
+of a stream and in the last message of a live session. Where OpenAI has a code for the cause, that is used:
+`invalid_value` for `bad-value`. Other codes are spelt as OpenAI spells its own: `audio_too_long` is what stands here as
 `audio-too-long`.
 
 A warning of `sbkit check` that doesn't matter for your recipe can be ignored: by an option, or by a key of the recipe.
