@@ -80,7 +80,7 @@ class SbkitError(Exception):
     def as_json(self) -> dict[str, object]:
         """Its fields for programs; those that it has not are left out."""
         fields = {"code": self.code, "message": self.message, "hint": self.hint, "file": self.file, "line": self.line,
-                  "key": self.key, "value": None if self.value is None else shown(self.value)}
+                  "key": self.key, "value": _json_value(self.value)}
         return {name: value for name, value in fields.items() if value is not None}
 
     def __reduce__(self) -> tuple[object, ...]:  # worker processes and ranks pickle it
@@ -148,6 +148,15 @@ def summary(error: BaseException) -> str:
     if not str(error).strip():
         return kind
     return line if isinstance(error, SbkitError) else f"{kind}: {line}"
+
+
+def _json_value(value: object) -> object:
+    """A value as JSON has it, if it is a number or a short text; otherwise as a message shows it."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str) and len(value) <= _SHOWN:
+        return printable(value)
+    return shown(value)
 
 
 def _rebuild(cls: type[SbkitError], text: str) -> SbkitError:

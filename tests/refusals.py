@@ -5,6 +5,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 from pathlib import Path
@@ -71,7 +72,7 @@ def read(path):
     if path.exists():
         for block in path.read_text(encoding="utf-8").split("\n\n"):
             test, _, lines = block.strip("\n").partition("\n")
-            messages[test] = [line.removeprefix("    ").replace("\\n", "\n") for line in lines.splitlines()]
+            messages[test] = [json.loads(f'"{line.removeprefix("    ")}"') for line in lines.split("\n")]
     return messages
 
 
@@ -88,7 +89,7 @@ def write(path, test, message):
             tests[test].append(message)
         blocks = []
         for name in sorted(tests):
-            lines = ["    " + each.replace("\n", "\\n") for each in tests[name]]
+            lines = ["    " + json.dumps(each, ensure_ascii=False)[1:-1] for each in tests[name]]
             blocks.append("\n".join([name, *lines]) + "\n")
         path.write_text("\n".join(blocks), encoding="utf-8")
 

@@ -69,6 +69,8 @@ def explanation(code: str) -> Explanation:
     """Return the explanation of a code; an unknown one is an error with the nearest."""
     explanations = all_explanations()
     if code not in explanations:
+        code = code.replace("_", "-")  # as the server writes the codes of other commands, in OpenAI's spelling
+    if code not in explanations:
         near = difflib.get_close_matches(code, explanations, n=1)
         raise SbkitError("unknown-code", f"there is no code {shown(code)}", value=code,
                          hint=(f"did you mean {near[0]}? " if near else "") + "sbkit explain lists all codes")

@@ -83,8 +83,11 @@ class Diary:
             cause = cause.__cause__
         frames = list(traceback.walk_tb(cause.__traceback__))
         location = own_location((frame.f_code.co_filename, line) for frame, line in reversed(frames))
-        code = error.code if isinstance(error, SbkitError) else "exception"
-        code = next((code for words, code in _MISMATCHES.items() if words in str(cause)), code)
+        if isinstance(cause, SbkitError):
+            code = cause.code
+        else:  # torch's errors of mismatches have no code
+            code = next((code for words, code in _MISMATCHES.items() if words in str(cause)),
+                        error.code if isinstance(error, SbkitError) else "exception")
         if isinstance(error, SbkitError):
             message, hint = error.message, error.hint or ""
         else:
