@@ -16,11 +16,13 @@ from sbkit.errors import SbkitError
 
 FOLDER = Path(__file__).parent / "messages"
 ROOT = Path(__file__).parent.parent
-# Folders of tests and of this checkout, addresses in memory and ports have other names each time.
+# Folders of tests and of this checkout, addresses in memory, ports, hashes and free space differ from run to run.
 _VARIES = [(re.compile(r"(?:/[^\s'\":;,]*)?/pytest-of-[^/\s]+/pytest-\d+/(?:popen-gw\d+/)?[^/\s'\":;,]+"), "TMP"),
            (re.compile(re.escape(str(ROOT))), "REPOSITORY"),
            (re.compile(r"0x[0-9a-f]{6,}"), "ADDRESS"),
-           (re.compile(r"(127\.0\.0\.1|localhost):\d+"), r"\1:PORT")]
+           (re.compile(r"(127\.0\.0\.1|localhost):\d+"), r"\1:PORT"),
+           (re.compile(r"\b[0-9a-f]{12,}\b"), "HASH"),
+           (re.compile(r"free: [\d.]+ [kMGT]?B"), "free: SPACE")]
 
 _rewriting = False
 _rewritten = set()  # the tests whose messages this process has written anew

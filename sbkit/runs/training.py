@@ -68,7 +68,7 @@ def fit_and_test(recipe: Recipe, config: RunConfig, manifests: Mapping[str, Mani
     if logs:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
         logger.info("This run: a model of %.1f million parameters, %s, %d steps in all, on %s in %s; results in %s",
-                    parameters / 1e6, counted(epochs, "epoch"), steps, device, brain.precision, keys.folder)
+                    parameters / 1e6, counted(epochs, "epoch"), steps, device, brain.precision, keys.output_folder)
         _log_plan(plan, progress.epochs, steps, len(train), epochs)
     flops = utilisation(brain, device, train) if logs else None
 

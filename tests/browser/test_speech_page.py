@@ -75,7 +75,7 @@ def test_what_is_written_is_read_aloud_in_the_voice_and_speed_that_are_chosen(br
 
 def test_what_can_t_be_spoken_is_told_in_words(browser, both):
     opened(browser, both)
-    assert "never learnt '7' (character 3)" in read(browser, "a 7")
+    assert "has no symbols for '7' (character 3)" in read(browser, "a 7")
     assert "the text is empty" in read(browser, "")
     assert browser.run("document.getElementById('speech-state').className") == "bad"
     assert read(browser, "fine").endswith("s. Save")

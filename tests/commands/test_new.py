@@ -44,7 +44,7 @@ def test_a_file_that_is_there_stays_and_nothing_is_written_beside_it(tmp_path, c
     (tmp_path / there).write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     assert main(["new", str(tmp_path)]) == 2
-    assert f"{tmp_path} has {there} already; name another folder" in capsys.readouterr().err
+    assert f"{tmp_path} has {there} already; nothing was written; name another folder" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / there).read_text() == "mine"
 
 

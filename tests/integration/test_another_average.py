@@ -135,6 +135,6 @@ def test_the_help_of_a_command_lists_it(command, capsys):
 
 def test_what_is_in_no_table_is_refused(run, capsys):
     assert main(["evaluate", str(run), "--average", "smallest-of-2"]) == 2
-    assert f"'smallest-of-2' is no average of checkpoints; write {values()}" in capsys.readouterr().err
+    assert f"'smallest-of-2' does not name an average of checkpoints; write {values()}" in capsys.readouterr().err
     with pytest.raises(SbkitError, match="can't average 0 checkpoints"):
         average_of("largest-of-0")

@@ -77,7 +77,7 @@ class Unfinished(Complete):
 
 class Wordless(Complete):
     def results(self, rows, loss, unread):
-        raise SbkitError("there is nothing to score")
+        raise SbkitError("nothing-to-score", "there is nothing to score")
 
 
 class Reads(Chooses):

@@ -140,7 +140,7 @@ def test_a_part_that_is_frozen_until_after_the_run_is_named_before_it_starts(fre
     brain = Counts({"head": torch.nn.Linear(1, 1)}, partial(torch.optim.SGD, lr=9.0), {"freeze": freeze},
                    {"device": "cpu"})
     brain.open_run(["one"], 4)
-    assert ("never trains, because the run has 4 steps: take more (--min_steps 1000), or freeze for fewer" in
+    assert ("never trains, because the run has 4 steps: train for more steps (--min_steps 1000), or freeze for fewer" in
             caplog.text) is told
 
 

@@ -142,7 +142,7 @@ def test_a_model_that_cannot_stream_is_exported_for_whole_recordings(
     assert source.open_run(run).exported.companions == () and told in caplog.text
     caplog.clear()
     # The shared run in its place, whose graph of whole recordings is there already.
-    refused = mock.Mock(side_effect=SbkitError("this model can't run on a stream"))
+    refused = mock.Mock(side_effect=SbkitError("cannot-stream", "this model can't run on a stream"))
     monkeypatch.setattr(StreamingGraph, "__init__", refused)
     assert export(ExportRequest(shared.run, tmp_path / "b", formats=["onnx"], clips=2)) == 0
     assert "for whole recordings only: this model can't run on a stream" in caplog.text

@@ -41,5 +41,5 @@ def test_a_corpus_that_names_one_speaker_gives_the_voice_this_name(tmp_path):
 
 def test_a_run_does_not_go_on_with_other_speakers(tmp_path, splits):
     labelled(tmp_path / "run", splits)
-    with pytest.raises(SbkitError, match=r"speakers\.json has other entries than the corpus"):
+    with pytest.raises(SbkitError, match=r"speakers\.json does not match the corpus any more"):
         labelled(tmp_path / "run", splits, speakers={"several": True})
