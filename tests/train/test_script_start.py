@@ -58,4 +58,5 @@ def test_a_start_prints_nothing_of_figures(run):
 def test_a_mistyped_option_is_one_line_with_a_suggestion(run, word, hint):
     ended = run(f"--{word}", "2")
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1].endswith(f"train.py:15: error: the recipe has no key {word}; {hint} [unknown-key]")
+    told = ended.stderr.splitlines()[-1]
+    assert told.endswith(f"train.py:15: error: the recipe has no key {word}; {hint} [unknown-key]")
