@@ -1,5 +1,6 @@
 """Decoding apart from the server: what dies, hangs or eats memory is replaced, and the next one is decoded."""
 
+import re
 import contextlib
 import io
 import os
@@ -94,9 +95,9 @@ def test_a_decoder_that_goes_wrong_is_replaced(started, tmp_path, action, words)
     restarts = []
     decoders = started(lambda: restarts.append(1), acting(tmp_path, action), decode_seconds=1,
                        max_audio_seconds=60)
-    with refused("invalid_audio", kind=ApiError) as error:
+    with refused("invalid_audio", wording=False, kind=ApiError) as error:  # a busy loop may reach either limit
         decode(decoders, serving.wav("a"))
-    assert (error.value.status, error.value.code) == (400, "invalid_audio") and restarts == [1]
+    assert error.value.status == 400 and re.search(words, str(error.value)) and restarts == [1]
     assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
 
 
