@@ -1,9 +1,9 @@
 """Decoding apart from the server: what dies, hangs or eats memory is replaced, and the next one is decoded."""
 
-import re
 import contextlib
 import io
 import os
+import re
 import resource
 import sys
 import tempfile
