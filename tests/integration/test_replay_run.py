@@ -87,7 +87,7 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(learnt):
     assert f"WER {known.old:.2f} on the old test, within" in exported(run, "--mean", known.share, "--force")
     assert f"{known.share:g} of the new weights: old " in done.stderr
     (run / "old_set.json").unlink()
-    assert "lacks old_set.json" in exported(run, "--force", code=2)
+    assert "has no old_set.json" in exported(run, "--force", code=2)
 
 
 @pytest.mark.long
