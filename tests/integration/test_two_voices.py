@@ -66,5 +66,5 @@ def test_the_bundle_lists_both_and_each_sounds_otherwise(bundle, tmp_path):
 
 def test_a_voice_that_there_is_not_is_an_error_and_no_file(bundle, tmp_path, capsys):
     assert main(["speak", str(bundle), "abc", "--voice", "carl", "--to", str(tmp_path / "x.wav")]) == 2
-    assert "unknown voice 'carl'; use anna, ben" in capsys.readouterr().err
+    assert "there is no voice 'carl'; use anna, ben" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

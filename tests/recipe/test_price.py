@@ -55,6 +55,6 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatc
     monkeypatch.setenv("COUNT_FLOPS", "1")
     said = here("train", *words[:-2], "--no-check")
     per_second = flops(sections["cost"]["values"]["operations_per_second_of_audio"])
-    assert f"a second of audio takes {per_second} in training" in said
+    assert f"training takes {per_second} per second of audio" in said
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line for line in lines if line["kind"] == "epoch"][-1]["step"] == values["steps"]
